@@ -1,0 +1,319 @@
+"""Adaptive non-uniform timestep sampling (Kim et al., CVPR 2025, arXiv 2411.09998): learn where to train."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from .. import ranks
+from ..objective import DiffusionObjective
+from ..optimizer_state import adam_with_state, optimizer_tensors
+from ..policies import POLICIES, make_policy
+from ..probes import ESTIMATORS, ProbeBatch, gradients_are_gone, make_estimator
+from ..registry import accepted_options
+from .base import TimestepSampler, register_sampler
+from .bins import check_share
+from .static import edges
+
+# Rows of policy parameters that density() averages over.
+_RECENT = 256
+_COLLAPSED_ENTROPY = -2.5
+# The running mean and spread of the rewards forget at this rate per event.
+_REWARD_MEMORY = 0.9
+_LARGEST_ADVANTAGE = 3.0
+_MOST_BACKTRACKS = 10
+
+
+@register_sampler("adaptive")
+class AdaptiveTimestepSampler(TimestepSampler):
+    """A policy draws the timesteps; every `update_every` optimizer steps it is shown what one step changed.
+
+    The model is trained with the plain loss (Algorithm 1, line 5). On a measured step an estimator looks before and
+    after the real optimizer step and gives each sample a reward; the policy follows the likelihood-ratio gradient
+    `-(A_i log pi(u_i | x0_i)).mean() - entropy_coef H` (Eq. 13) with Adam.
+
+    Args:
+        scheduler: the `DDPMScheduler` to wrap.
+        in_channels: channels of x0; `None` takes them from the first batch.
+        estimator: what is measured; `paper` is Algorithm 2.
+        estimator_options: for `paper`: `queue_size`, `num_selected`, `noise`, `reward_reduction`, `probe_batch_size`.
+        policy: `beta` (the paper's network) or `histogram`.
+        policy_options: for `beta`: `hidden_channels`, `depth`; for `histogram`: `num_bins`.
+        update_every: f_S, optimizer steps between two measured ones.
+        learning_rate: of the policy; `None` is its own (beta: 1e-3), or with `advantage="raw"` the paper's 1e-2
+            (cosine: 1e-3).
+        entropy_coef: strength of the pull towards uniform.
+        entropy: `bonus`, or `authors` for the form in their code, whose expected gradient is that of -H^2/2.
+        advantage: `normalized` compares a step with the steps before it and divides by their spread; `raw` is the
+            paper's reward as it is.
+        max_grad_norm: of the policy's gradient.
+        max_divergence: how far one update may move the policy (mean KL divergence, nats); `None`, the paper's form,
+            lets it go, and with normalised advantages it then oscillates or collapses.
+        uniform_floor: share of draws that are uniform whatever the policy says.
+        common: `weighting`, `stratified`, `seed`, ... of every sampler.
+
+    Example:
+        >>> from diffusers import DDPMScheduler
+        >>> sampler = AdaptiveTimestepSampler(DDPMScheduler(), in_channels=3, seed=0)
+        >>> sampler.sample(torch.zeros(4, 3, 32, 32)).shape
+        torch.Size([4])
+        >>> sampler.forwards_per_event(batch_size=100)
+        26
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        in_channels: int | None = None,
+        estimator: str = "paper",
+        estimator_options: dict[str, Any] | None = None,
+        policy: str = "beta",
+        policy_options: dict[str, Any] | None = None,
+        update_every: int = 40,
+        learning_rate: float | None = None,
+        entropy_coef: float = 1e-2,
+        entropy: str = "bonus",
+        advantage: str = "normalized",
+        max_grad_norm: float = 1.0,
+        max_divergence: float | None = 5e-4,
+        uniform_floor: float = 0.0,
+        importance_weighting: bool = False,
+        **common: Any,
+    ) -> None:
+        if importance_weighting:
+            raise ValueError(
+                "The adaptive sampler chooses the objective with its density; it takes no importance weights."
+            )
+        if update_every < 1 or max_grad_norm <= 0 or entropy_coef < 0:
+            raise ValueError(
+                "update_every must be at least 1, max_grad_norm above 0 and entropy_coef at least 0; "
+                f"got {update_every}, {max_grad_norm} and {entropy_coef}."
+            )
+        if entropy not in ("bonus", "authors"):
+            raise ValueError(f"entropy must be 'bonus' or 'authors', got {entropy!r}.")
+        if advantage not in ("normalized", "raw"):
+            raise ValueError(f"advantage must be 'normalized' or 'raw', got {advantage!r}.")
+        check_share("adaptive", uniform_floor=uniform_floor)
+        DiffusionObjective.from_scheduler(scheduler)  # a scheduler that cannot be used says so first
+        if learning_rate is None:
+            cosine = scheduler.config.get("beta_schedule") == "squaredcos_cap_v2"
+            learning_rate = 1e-2 if advantage == "raw" and not cosine else POLICIES[policy].learning_rate
+        if not learning_rate > 0:
+            raise ValueError(f"learning_rate must be above 0, got {learning_rate}.")
+        if max_divergence is not None and not max_divergence > 0:
+            raise ValueError(f"max_divergence must be above 0 or None, got {max_divergence}.")
+        ESTIMATORS.check_options(
+            estimator, estimator_options or {}, _options_of(ESTIMATORS[estimator], "objective", "selector")
+        )
+        POLICIES.check_options(policy, policy_options or {}, _options_of(POLICIES[policy], "in_channels"))
+        options = {
+            "in_channels": in_channels,
+            "estimator": estimator,
+            "estimator_options": dict(estimator_options or {}),
+            "policy": policy,
+            "policy_options": dict(policy_options or {}),
+            "update_every": update_every,
+            "learning_rate": learning_rate,
+            "entropy_coef": entropy_coef,
+            "entropy": entropy,
+            "advantage": advantage,
+            "max_grad_norm": max_grad_norm,
+            "max_divergence": max_divergence,
+            "uniform_floor": uniform_floor,
+        }
+        super().__init__(scheduler, options=options, **common)
+        self.estimator = make_estimator(estimator, self.objective, **(estimator_options or {}))
+        self.events = torch.zeros((), dtype=torch.int64)
+        self._reward_mean = torch.zeros((), dtype=torch.float64)
+        self._reward_variance = torch.zeros((), dtype=torch.float64)
+        self._warned_of_collapse = False
+        self._drawn: torch.Tensor | None = None
+        self._measured_u: torch.Tensor | None = None
+        self._measured_x0: torch.Tensor | None = None
+        self.policy: torch.nn.Module | None = None
+        if in_channels is not None or not POLICIES[policy].looks_at_x0:
+            self._build_policy(in_channels or 1)
+
+    def _build_policy(self, in_channels: int) -> None:
+        if POLICIES[self.options["policy"]].looks_at_x0:
+            self.options["in_channels"] = in_channels
+        # Its own generator decides the first weights, so that building it late changes no other random number.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int(torch.randint(2**31, (), generator=self.draws.shared)))
+            self.policy = make_policy(self.options["policy"], in_channels, **self.options["policy_options"])
+        self._optimizer = adam_with_state(self.policy.parameters(), self.options["learning_rate"])
+        self._recent = self.policy.typical().detach().repeat(_RECENT, 1)
+        self._rows_seen = torch.zeros((), dtype=torch.int64)
+
+    def _place_policy(self, device: torch.device) -> None:
+        parameters = list(self.policy.parameters())
+        if parameters[0].device == device:
+            return
+        self.policy.to(device)
+        for parameter in parameters:
+            moments = self._optimizer.state[parameter]
+            moments.update({key: moments[key].to(device) for key in ("exp_avg", "exp_avg_sq")})
+
+    def forwards_per_event(self, batch_size: int) -> int:
+        """Model calls that one measured step adds on this rank."""
+        return self.estimator.forwards_per_event(batch_size)
+
+    def density(self) -> torch.Tensor:
+        """`(T,)` probabilities, averaged over the samples of the last batches."""
+        if self.policy is None:
+            self._build_policy_error()
+        masses = self.policy.cell_masses(self._recent, edges(self.num_train_timesteps))
+        floor = self.options["uniform_floor"]
+        return (1 - floor) * masses / masses.sum() + floor / self.num_train_timesteps
+
+    def _build_policy_error(self) -> None:
+        raise ValueError(
+            "The policy is built with the first batch; give in_channels=... to ask for its density before."
+        )
+
+    def _draw(self, x0: torch.Tensor) -> torch.Tensor:
+        if self.policy is None:
+            self._build_policy(x0.shape[1])
+        expected = self.options["in_channels"]
+        if self.policy.looks_at_x0 and x0.shape[1] != expected:
+            raise ValueError(
+                f"The policy was built for {expected} channels, but x0 has shape {tuple(x0.shape)}. "
+                f"Give in_channels={x0.shape[1]}."
+            )
+        self._place_policy(x0.device)
+        with torch.no_grad(), torch.autocast(x0.device.type, enabled=False):
+            parameters = self.policy(x0).cpu()
+        self._remember(parameters)
+        u = self.policy.draw(parameters, self.draws.uniforms(len(x0), self.stratified))
+        floor = self.options["uniform_floor"]
+        if floor > 0:
+            uniform = self.draws.uniforms(2 * len(x0))
+            u = torch.where(uniform[: len(x0)] < floor, uniform[len(x0) :], u)
+        self._drawn = u
+        return (u * self.num_train_timesteps).long().clamp(max=self.num_train_timesteps - 1)
+
+    def _remember(self, parameters: torch.Tensor) -> None:
+        parameters = parameters[-_RECENT:]
+        if self._rows_seen == 0:
+            self._recent.copy_(parameters[torch.arange(_RECENT) % len(parameters)])
+        self._recent = torch.cat([self._recent[len(parameters) :], parameters])
+        self._rows_seen += len(parameters)
+
+    def _before_step(self, model: torch.nn.Module, x0: torch.Tensor, ema: Any, conditioning: dict[str, Any]) -> None:
+        if self.estimator.is_measuring:
+            if not gradients_are_gone(model):
+                return
+            self._abandon()
+        if (int(self.steps) + 1) % self.options["update_every"]:
+            return
+        if self._drawn is None or len(self._drawn) != len(x0):
+            drawn = "no" if self._drawn is None else str(len(self._drawn))
+            raise ValueError(
+                f"observe got {len(x0)} samples, but {drawn} timesteps were drawn by the last sample(x0). "
+                "Give observe the same batch."
+            )
+        if not torch.isfinite(x0).all():
+            self._drop_event("x0 has NaN or infinite values")
+            return
+        self._measured_u, self._measured_x0 = self._drawn, x0
+        self.estimator.begin(model, ProbeBatch(x0, conditioning), self.draws.shared, self.draws.own)
+
+    def _after_step(self, model: torch.nn.Module, ema: Any) -> None:
+        if not self.estimator.is_measuring:
+            return
+        credit = self.estimator.finish(model, self.draws.shared, self.draws.own)
+        if credit is None:
+            self._drop_event("a probe loss is NaN or infinite")
+        else:
+            self._learn(self._measured_x0, self._measured_u, credit.per_sample)
+        self._measured_u = self._measured_x0 = None
+
+    def _abandon(self) -> None:
+        self.estimator.abandon()
+        self._measured_u = self._measured_x0 = None
+
+    def _learn(self, x0: torch.Tensor, u: torch.Tensor, rewards: torch.Tensor) -> None:
+        """One step of the policy along the likelihood-ratio gradient (Eq. 13), the same on every rank."""
+        advantages = self._advantages(rewards)
+        with torch.enable_grad(), torch.autocast(x0.device.type, enabled=False):
+            parameters = self.policy(x0)
+            log_prob = self.policy.log_prob(parameters, u.to(parameters))
+            entropy = self.policy.entropy(parameters)
+            if self.options["entropy"] == "authors":
+                loss = -((advantages.to(log_prob) + self.options["entropy_coef"] * entropy) * log_prob).mean()
+            else:
+                loss = -(advantages.to(log_prob) * log_prob).mean() - self.options["entropy_coef"] * entropy.mean()
+            self._optimizer.zero_grad()
+            loss.backward()
+        for parameter in self.policy.parameters():
+            parameter.grad.copy_(ranks.mean(parameter.grad))
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.options["max_grad_norm"])
+        self._step_within_trust(x0, parameters.detach())
+        self.events += 1
+        if entropy.mean() < _COLLAPSED_ENTROPY and not self._warned_of_collapse:
+            self._warned_of_collapse = True
+            warnings.warn(
+                f"The timestep policy has collapsed (entropy {float(entropy.detach().mean()):.2f} nats, uniform 0): "
+                "it draws few timesteps only. Raise entropy_coef or uniform_floor, or lower learning_rate.",
+                stacklevel=5,
+            )
+
+    def _step_within_trust(self, x0: torch.Tensor, before: torch.Tensor) -> None:
+        """Step, then go back along the step until the policy has moved by at most `max_divergence` on this batch."""
+        limit = self.options["max_divergence"]
+        weights = [parameter.detach().clone() for parameter in self.policy.parameters()]
+        self._optimizer.step()
+        if limit is None:
+            return
+        with torch.no_grad(), torch.autocast(x0.device.type, enabled=False):
+            for _ in range(_MOST_BACKTRACKS):
+                moved = float(ranks.mean(self.policy.divergence(before, self.policy(x0)).mean()))
+                if moved <= limit:
+                    return
+                # The divergence is quadratic in a small step; the 0.9 ends the search when it is not.
+                shrink = 0.9 * min(1.0, (limit / moved) ** 0.5) if moved == moved else 0.0
+                for parameter, old in zip(self.policy.parameters(), weights, strict=True):
+                    parameter.lerp_(old, 1 - shrink)
+
+    def _advantages(self, rewards: torch.Tensor) -> torch.Tensor:
+        """`(B,)` the rewards themselves, or how much better this step was than the steps before it.
+
+        One update is shared by the whole batch, so nearly all of the signal lies *between* steps: the normalised form
+        gives every sample the batch's mean reward, less the running mean and divided by the running spread of the
+        steps before.
+        """
+        if self.options["advantage"] == "raw":
+            return rewards
+        reward = float(ranks.mean(rewards.mean().to(self._measured_x0.device)))
+        known = int(self.events) >= 2
+        mean, spread = float(self._reward_mean), float(self._reward_variance) ** 0.5
+        advantage = (reward - mean) / spread if known and spread > 0 else 0.0
+        keep = min(int(self.events) / (int(self.events) + 1), _REWARD_MEMORY)
+        self._reward_variance.copy_(keep * (self._reward_variance + (1 - keep) * (reward - mean) ** 2))
+        self._reward_mean.copy_(keep * self._reward_mean + (1 - keep) * reward)
+        return torch.full_like(rewards, max(-_LARGEST_ADVANTAGE, min(_LARGEST_ADVANTAGE, advantage)))
+
+    def _own_state(self) -> dict[str, torch.Tensor]:
+        estimator = {f"estimator.{key}": value for key, value in self.estimator.state_tensors().items()}
+        state = {
+            "events": self.events,
+            "reward_mean": self._reward_mean,
+            "reward_variance": self._reward_variance,
+            **estimator,
+        }
+        if self.policy is None:
+            return state
+        policy = {f"policy.{key}": value for key, value in self.policy.state_dict(keep_vars=True).items()}
+        learned = {f"policy_{key}": value for key, value in optimizer_tensors(self._optimizer).items()}
+        return {**state, **policy, **learned, "recent": self._recent, "rows_seen": self._rows_seen}
+
+    def _prepare_to_load(self, state: dict[str, torch.Tensor]) -> None:
+        first = state.get("policy.features.0.weight")
+        if self.policy is None and first is not None and first.ndim == 4:
+            self._build_policy(first.shape[1])
+
+
+def _options_of(entry: Any, *given_by_us: str) -> list[str]:
+    return [option for option in accepted_options(entry) if option not in given_by_us]
