@@ -127,7 +127,9 @@ class DiffusionObjective:
                 f"pred {tuple(pred.shape)}, x0 {tuple(x0.shape)} and noise {tuple(noise.shape)} must have one shape. "
                 "A model that also predicts a variance returns twice the channels: pass the first half as pred."
             )
-        check_timesteps(timesteps, len(x0), self.num_train_timesteps)
+        if x0.ndim == 0 or len(x0) == 0:
+            raise ValueError(f"x0 must hold at least one sample; got shape {tuple(x0.shape)}.")
+        check_timesteps(timesteps, self.num_train_timesteps, len(x0))
         error = pred.float() - self.target(x0.float(), noise.float(), timesteps)
         return error.pow(2).flatten(1).mean(1) if error.ndim > 1 else error.pow(2)
 
@@ -150,12 +152,14 @@ def _per_sample(table: torch.Tensor, timesteps: torch.Tensor, like: torch.Tensor
     return values.reshape(-1, *[1] * (like.ndim - 1))
 
 
-def check_timesteps(timesteps: torch.Tensor, batch_size: int, num_train_timesteps: int) -> None:
+def check_timesteps(timesteps: torch.Tensor, num_train_timesteps: int, batch_size: int | None = None) -> None:
     """Shape and dtype are checked always; the range only on the CPU, where it costs no synchronisation."""
-    if timesteps.shape != (batch_size,) or timesteps.dtype not in (torch.int64, torch.int32):
+    is_tensor = isinstance(timesteps, torch.Tensor)
+    count = len(timesteps) if is_tensor and timesteps.ndim == 1 else 0
+    if count == 0 or batch_size not in (None, count) or timesteps.dtype not in (torch.int64, torch.int32):
+        given = f"{timesteps.dtype} of shape {tuple(timesteps.shape)}" if is_tensor else type(timesteps).__name__
         raise ValueError(
-            f"timesteps must be integers of shape ({batch_size},), one per sample; "
-            f"got {timesteps.dtype} of shape {tuple(timesteps.shape)}."
+            f"timesteps must be a tensor of integers of shape ({batch_size or 'B'},), one per sample; got {given}."
         )
     if timesteps.device.type == "cpu" and (timesteps.min() < 0 or timesteps.max() >= num_train_timesteps):
         raise ValueError(

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from diffusers import DDPMScheduler
 from huggingface_hub import HfApi, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+
+from .registry import accepted_options, did_you_mean
+from .weightings import list_weightings
 
 if TYPE_CHECKING:
     from .samplers.base import TimestepSampler
@@ -42,12 +45,24 @@ def save(sampler: TimestepSampler, save_directory: str | os.PathLike) -> None:
         raise ValueError(f"{folder} is a file; give a directory to save the sampler in.")
     if not sampler.name:
         raise ValueError(f"{type(sampler).__name__} is not registered; decorate it with @register_sampler('name').")
+    if sampler.weighting.name not in list_weightings():
+        raise ValueError(
+            f"The weighting {sampler.weighting.name!r} is not registered, so it could not be loaded again; "
+            "make it with @register_weighting('name')."
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(config_of(sampler), indent=2, sort_keys=True) + "\n"
-    with replacing(folder / WEIGHTS_NAME) as path:
-        save_file(sampler.state_dict(), path, metadata={"format": "pt"})
-    with replacing(folder / CONFIG_NAME) as path:
-        path.write_text(text, encoding="utf-8")
+    text = json.dumps(config_of(sampler), indent=2, sort_keys=True, default=_plain) + "\n"
+    # Both are written before either takes its place.
+    with replacing(folder / CONFIG_NAME) as config_path, replacing(folder / WEIGHTS_NAME) as weights_path:
+        config_path.write_text(text, encoding="utf-8")
+        save_file(sampler.state_dict(), weights_path, metadata={"format": "pt"})
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's and torch's numbers as JSON writes them."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"The option {value!r} cannot be written as JSON.")
 
 
 class replacing:
@@ -72,6 +87,13 @@ def load(
 ) -> TimestepSampler:
     from .samplers.base import sampler_class, sampler_options
 
+    accepted = [option for option in accepted_options(hf_hub_download) if option not in ("repo_id", "filename")]
+    for option in download:
+        if option not in accepted:
+            raise ValueError(
+                f"from_pretrained has no option {option!r}.{did_you_mean(option, ['scheduler', *accepted])} "
+                f"It takes scheduler and what hf_hub_download takes: {', '.join(accepted)}."
+            )
     config_path = _locate(source, CONFIG_NAME, download)
     config = _read_config(config_path)
     saved_class = sampler_class(config["sampler"])
@@ -136,10 +158,10 @@ def check_same_process(given: Any, saved: Any, where: str) -> None:
             f"num_train_timesteps is {now.num_train_timesteps}, the sampler was saved with {then.num_train_timesteps}"
         )
     elif not torch.allclose(now.betas, then.betas, rtol=1e-5, atol=1e-9):
-        differences.append(
-            f"the beta schedule differs (given {given.config.get('beta_schedule')!r}, "
-            f"saved {saved.config.get('beta_schedule')!r})"
-        )
+        keys = ("beta_schedule", "beta_start", "beta_end", "rescale_betas_zero_snr", "trained_betas")
+        there = [(key, given.config.get(key), saved.config.get(key)) for key in keys]
+        changed = [f"{key} is {mine!r}, saved {its!r}" for key, mine, its in there if str(mine) != str(its)]
+        differences.append(f"the betas differ ({', '.join(changed) or 'with one configuration'})")
     if now.prediction_type != then.prediction_type:
         differences.append(f"prediction_type is {now.prediction_type!r}, saved {then.prediction_type!r}")
     if differences:
@@ -158,6 +180,8 @@ def check_state(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
             f"unexpected {unexpected or 'nothing'}. Was it saved by another sampler, or with other options?"
         )
     for key, tensor in expected.items():
+        if not isinstance(state[key], torch.Tensor):
+            raise ValueError(f"{owner}: {key} is a {type(state[key]).__name__} in the state, not a tensor.")
         if state[key].shape != tensor.shape or state[key].dtype != tensor.dtype:
             raise ValueError(
                 f"{owner}: {key} is {state[key].dtype} {tuple(state[key].shape)} in the state, "
@@ -181,7 +205,7 @@ def _read_config(path: str) -> dict[str, Any]:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a readable JSON file ({error}).") from None
-    if not isinstance(config, dict) or "sampler" not in config:
+    if not isinstance(config, dict) or not isinstance(config.get("sampler"), str):
         raise ValueError(
             f"{path} is not the config of a timestep sampler. Inside a pipeline the sampler lies in "
             "subfolder='timestep_sampler'."
@@ -208,6 +232,10 @@ def _locate(source: str | os.PathLike, filename: str, download: dict[str, Any]) 
         return hf_hub_download(str(source), filename, **download)
     except HFValidationError:
         raise FileNotFoundError(f"{source} is neither a folder nor the name of a Hub repository.") from None
+    except LocalEntryNotFoundError as error:
+        raise FileNotFoundError(
+            f"{source} is not a folder here, and as a Hub repository it could not be asked for {filename}: {error}"
+        ) from None
     except EntryNotFoundError:
         raise FileNotFoundError(
             f"The Hub repository {source} has no {filename} in {subfolder or 'its root'}."

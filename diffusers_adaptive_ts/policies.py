@@ -131,7 +131,8 @@ class HistogramPolicy(nn.Module):
         bins = torch.searchsorted(cumulative, uniforms[:, None], right=True).clamp(max=parameters.shape[1] - 1)
         upper = cumulative.gather(1, bins)
         lower = torch.where(bins > 0, cumulative.gather(1, (bins - 1).clamp(min=0)), 0.0)
-        inside = (uniforms[:, None] - lower) / (upper - lower).clamp(min=1e-300)
+        # Off the edges of the bin too, or rounding would put u into its neighbour.
+        inside = ((uniforms[:, None] - lower) / (upper - lower).clamp(min=1e-300)).clamp(EDGE, 1 - EDGE)
         return ((bins + inside) / parameters.shape[1]).squeeze(1).clamp(EDGE, 1 - EDGE)
 
     @staticmethod

@@ -40,12 +40,15 @@ def mean(values: torch.Tensor) -> torch.Tensor:
 
 
 def from_first(value: Any) -> Any:
-    """Rank 0's tensors (also inside dicts, lists and tuples) on every rank."""
+    """Rank 0's tensors (also inside dicts, lists and tuples) on every rank, whatever sizes the others hold."""
     return map_tensors(_broadcast, value) if world_size() > 1 else value
 
 
 def _broadcast(tensor: torch.Tensor) -> torch.Tensor:
-    sent = _on_wire(tensor.clone(memory_format=torch.contiguous_format))
+    shape = _on_wire(torch.tensor(tensor.shape, dtype=torch.int64))
+    if shape.numel():
+        dist.broadcast(shape, src=0)
+    sent = _on_wire(tensor.clone() if rank() == 0 else tensor.new_empty(shape.tolist()))
     dist.broadcast(sent, src=0)
     return sent.to(tensor.device)
 
@@ -57,5 +60,6 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     if isinstance(value, dict):
         return {key: map_tensors(function, item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(function, item) for item in value)
+        items = [map_tensors(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

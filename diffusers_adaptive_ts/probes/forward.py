@@ -55,13 +55,17 @@ def undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[torch.
     model = unwrapped(model)
     modes = [(module, module.training) for module in model.modules()]
     devices = [device] if device.type == "cuda" else []
+    # Inside the user's autocast, weights cast before the step would be taken for the ones after it.
+    torch.clear_autocast_cache()
     with torch.random.fork_rng(devices=devices):
-        model.eval()
+        for module, _ in modes:
+            module.training = False  # not eval(): some adapters merge their weights when it is called
         try:
             yield model
         finally:
             for module, mode in modes:
                 module.training = mode
+            torch.clear_autocast_cache()
 
 
 def predict(model: torch.nn.Module, noisy: torch.Tensor, timesteps: torch.Tensor, conditioning: dict[str, Any]):

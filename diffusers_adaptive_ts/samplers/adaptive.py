@@ -134,14 +134,15 @@ class AdaptiveTimestepSampler(TimestepSampler):
         self._measured_x0: torch.Tensor | None = None
         self.policy: torch.nn.Module | None = None
         if in_channels is not None or not POLICIES[policy].looks_at_x0:
-            self._build_policy(in_channels or 1)
+            self._build_policy(1 if in_channels is None else in_channels)
 
     def _build_policy(self, in_channels: int) -> None:
         if POLICIES[self.options["policy"]].looks_at_x0:
             self.options["in_channels"] = in_channels
-        # Its own generator decides the first weights, so that building it late changes no other random number.
+        # One seed for all: ranks must start alike, even if built before torch.distributed is, and the last layer,
+        # which is 0, hides the others. Only the CPU's generator is touched, and put back.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int(torch.randint(2**31, (), generator=self.draws.shared)))
+            torch.default_generator.manual_seed(0)
             self.policy = make_policy(self.options["policy"], in_channels, **self.options["policy_options"])
         self._optimizer = adam_with_state(self.policy.parameters(), self.options["learning_rate"])
         self._recent = self.policy.typical().detach().repeat(_RECENT, 1)
@@ -159,6 +160,15 @@ class AdaptiveTimestepSampler(TimestepSampler):
     def forwards_per_event(self, batch_size: int) -> int:
         """Model calls that one measured step adds on this rank."""
         return self.estimator.forwards_per_event(batch_size)
+
+    def expected_overhead(self, batch_size: int) -> float:
+        return self.forwards_per_event(batch_size) / (3 * self.options["update_every"])
+
+    def summary(self) -> dict[str, float]:
+        if self.options["policy"] != "beta" or self.policy is None:
+            return super().summary()
+        a, b = self._recent.double().mean(0).tolist()
+        return {**super().summary(), "a": a, "b": b}
 
     def density(self) -> torch.Tensor:
         """`(T,)` probabilities, averaged over the samples of the last batches."""
@@ -185,7 +195,8 @@ class AdaptiveTimestepSampler(TimestepSampler):
         self._place_policy(x0.device)
         with torch.no_grad(), torch.autocast(x0.device.type, enabled=False):
             parameters = self.policy(x0).cpu()
-        self._remember(parameters)
+        if ranks.world_size() == 1:
+            self._remember(parameters)
         u = self.policy.draw(parameters, self.draws.uniforms(len(x0), self.stratified))
         floor = self.options["uniform_floor"]
         if floor > 0:
@@ -201,6 +212,17 @@ class AdaptiveTimestepSampler(TimestepSampler):
         self._recent = torch.cat([self._recent[len(parameters) :], parameters])
         self._rows_seen += len(parameters)
 
+    def _remember_all_ranks(self, x0: torch.Tensor) -> None:
+        """Take part of every rank's measured batch, so that all ranks describe one density; drawing needs no talk."""
+        if ranks.world_size() == 1:
+            return
+        with torch.no_grad(), torch.autocast(x0.device.type, enabled=False):
+            parameters = self.policy(x0)
+        share = max(1, _RECENT // ranks.world_size())
+        gathered = ranks.gather(parameters[torch.arange(share) % len(parameters)]).cpu()
+        self._recent = gathered[torch.arange(_RECENT) % len(gathered)]
+        self._rows_seen += len(gathered)
+
     def _before_step(self, model: torch.nn.Module, x0: torch.Tensor, ema: Any, conditioning: dict[str, Any]) -> None:
         if self.estimator.is_measuring:
             if not gradients_are_gone(model):
@@ -214,7 +236,7 @@ class AdaptiveTimestepSampler(TimestepSampler):
                 f"observe got {len(x0)} samples, but {drawn} timesteps were drawn by the last sample(x0). "
                 "Give observe the same batch."
             )
-        if not torch.isfinite(x0).all():
+        if ranks.mean(torch.isfinite(x0).all().float()) < 1:
             self._drop_event("x0 has NaN or infinite values")
             return
         self._measured_u, self._measured_x0 = self._drawn, x0
@@ -228,6 +250,7 @@ class AdaptiveTimestepSampler(TimestepSampler):
             self._drop_event("a probe loss is NaN or infinite")
         else:
             self._learn(self._measured_x0, self._measured_u, credit.per_sample)
+            self._remember_all_ranks(self._measured_x0)
         self._measured_u = self._measured_x0 = None
 
     def _abandon(self) -> None:
@@ -236,10 +259,12 @@ class AdaptiveTimestepSampler(TimestepSampler):
 
     def _learn(self, x0: torch.Tensor, u: torch.Tensor, rewards: torch.Tensor) -> None:
         """One step of the policy along the likelihood-ratio gradient (Eq. 13), the same on every rank."""
-        advantages = self._advantages(rewards)
+        advantages, floor = self._advantages(rewards), self.options["uniform_floor"]
         with torch.enable_grad(), torch.autocast(x0.device.type, enabled=False):
             parameters = self.policy(x0)
             log_prob = self.policy.log_prob(parameters, u.to(parameters))
+            if floor > 0:  # u came from the mixture
+                log_prob = ((1 - floor) * log_prob.exp() + floor).log()
             entropy = self.policy.entropy(parameters)
             if self.options["entropy"] == "authors":
                 loss = -((advantages.to(log_prob) + self.options["entropy_coef"] * entropy) * log_prob).mean()
@@ -248,8 +273,12 @@ class AdaptiveTimestepSampler(TimestepSampler):
             self._optimizer.zero_grad()
             loss.backward()
         for parameter in self.policy.parameters():
-            parameter.grad.copy_(ranks.mean(parameter.grad))
-        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.options["max_grad_norm"])
+            if parameter.grad is not None:
+                parameter.grad.copy_(ranks.mean(parameter.grad))
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.options["max_grad_norm"])
+        if not torch.isfinite(norm):
+            self._drop_event("the policy's gradient is NaN or infinite")
+            return
         self._step_within_trust(x0, parameters.detach())
         self.events += 1
         if entropy.mean() < _COLLAPSED_ENTROPY and not self._warned_of_collapse:
@@ -273,9 +302,11 @@ class AdaptiveTimestepSampler(TimestepSampler):
                 if moved <= limit:
                     return
                 # The divergence is quadratic in a small step; the 0.9 ends the search when it is not.
-                shrink = 0.9 * min(1.0, (limit / moved) ** 0.5) if moved == moved else 0.0
+                shrink = 0.9 * min(1.0, (limit / moved) ** 0.5)
                 for parameter, old in zip(self.policy.parameters(), weights, strict=True):
                     parameter.lerp_(old, 1 - shrink)
+            for parameter, old in zip(self.policy.parameters(), weights, strict=True):
+                parameter.copy_(old)
 
     def _advantages(self, rewards: torch.Tensor) -> torch.Tensor:
         """`(B,)` the rewards themselves, or how much better this step was than the steps before it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,11 +78,18 @@ class TimestepSampler:
             self.weighting = make_weighting(
                 weighting or self.default_weighting, self.objective, **(weighting_options or {})
             )
+        shape = tuple(self.weighting.table().shape)
+        if shape != (self.num_train_timesteps,):
+            raise ValueError(
+                f"The weighting {self.weighting.name!r} has weights of shape {shape}, but the scheduler has "
+                f"{self.num_train_timesteps} timesteps. Build it for this scheduler."
+            )
         self.stratified = stratified
         self.importance_weighting = importance_weighting
         self.draws = Draws(seed)
         self.steps = torch.zeros((), dtype=torch.int64)
         self.dropped = torch.zeros((), dtype=torch.int64)
+        self.seconds = 0.0
         self.options = {
             **(options or {}),
             "weighting": self.weighting.name,
@@ -104,14 +112,15 @@ class TimestepSampler:
         if not isinstance(x0, torch.Tensor) or x0.ndim < 2 or len(x0) == 0:
             given = f"shape {tuple(x0.shape)}" if isinstance(x0, torch.Tensor) else type(x0).__name__
             raise ValueError(f"x0 must be a tensor with a batch dimension and at least one sample; got {given}.")
-        return self._draw(x0).to(x0.device, non_blocking=True)
+        with self._timed():
+            return self._draw(x0).to(x0.device, non_blocking=True)
 
     def _draw(self, x0: torch.Tensor) -> torch.Tensor:
         return draw_from_table(self.density(), self.draws.uniforms(len(x0), self.stratified))
 
     def weights(self, timesteps: torch.Tensor) -> torch.Tensor:
         """`(B,)` what the squared error of each sample is multiplied with."""
-        check_timesteps(timesteps, len(timesteps), self.num_train_timesteps)
+        check_timesteps(timesteps, self.num_train_timesteps)
         weights = self.weighting.weights(timesteps)
         importance = self._importance(timesteps)
         return weights if importance is None else weights * importance
@@ -119,14 +128,15 @@ class TimestepSampler:
     def _importance(self, timesteps: torch.Tensor) -> torch.Tensor | None:
         if not self.importance_weighting:
             return None
-        return 1 / (self.num_train_timesteps * lookup(self.density(), timesteps))
+        return lookup(1 / (self.num_train_timesteps * self.density()), timesteps)
 
     def loss(self, pred: torch.Tensor, x0: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         """Scalar training loss; under `torch.no_grad()` (validation) nothing is learned from it."""
         squared_error = self.objective.squared_error(pred, x0, noise, timesteps)
         loss = self.weighting.loss(squared_error, timesteps, self._importance(timesteps))
         if torch.is_grad_enabled():
-            self._record(timesteps, squared_error.detach())
+            with self._timed():
+                self._record(timesteps, squared_error.detach())
         return loss
 
     @contextmanager
@@ -148,18 +158,39 @@ class TimestepSampler:
         if not gradients_are_synchronised():
             yield
             return
-        watch = StepWatch(model)
-        self._before_step(model, x0, ema, conditioning)
+        with self._timed():
+            watch = StepWatch(model)
+            self._before_step(model, x0, ema, conditioning)
         try:
             yield
         except BaseException:
             self._abandon()
             raise
-        if watch.weights_moved():
-            self.steps += 1
-            self._after_step(model, ema)
-        elif watch.step_was_skipped():
-            self._abandon()
+        with self._timed():
+            if watch.weights_moved():
+                self.steps += 1
+                self._after_step(model, ema)
+            elif watch.step_was_skipped():
+                self._abandon()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Add to `seconds`, what the sampler has cost so far (wall-clock; a device's queue is not waited for)."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def expected_overhead(self, batch_size: int) -> float:
+        """Extra work as a share of a training step, counted in forward passes (a step is three: forward, backward)."""
+        return 0.0
+
+    def summary(self) -> dict[str, float]:
+        """Numbers worth a curve in a report; a learned sampler adds what it has learned."""
+        density = self.density()
+        entropy = -torch.xlogy(density, density * len(density)).sum()
+        return {"entropy": float(entropy)}
 
     def _record(self, timesteps: torch.Tensor, squared_error: torch.Tensor) -> None:
         """Take notice of the losses of a training batch."""
@@ -204,10 +235,10 @@ class TimestepSampler:
         self._prepare_to_load(state)
         mine = self._state_in_place()
         persistence.check_state(state, {**mine, **self.draws.state_tensors()}, type(self).__name__)
+        self.draws.load(state["generator"], state["shared_generator"])
         with torch.no_grad():
             for key, value in mine.items():
                 value.copy_(state[key])
-        self.draws.load(state["generator"], state["shared_generator"])
 
     def save_pretrained(self, save_directory: str | os.PathLike) -> None:
         """Write `config.json` and `sampler.safetensors`; both replace older ones whole or not at all."""

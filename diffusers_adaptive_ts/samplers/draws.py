@@ -59,9 +59,14 @@ class Draws:
         return {"generator": self.own.get_state(), "shared_generator": self.shared.get_state()}
 
     def load(self, generator: torch.Tensor, shared_generator: torch.Tensor) -> None:
-        self._own, self._shared = torch.Generator(), torch.Generator()
-        self._own.set_state(generator)
-        self._shared.set_state(shared_generator)
+        """Go on from two states; on a broken one nothing is changed."""
+        own, shared = torch.Generator(), torch.Generator()
+        try:
+            own.set_state(generator)
+            shared.set_state(shared_generator)
+        except RuntimeError as error:
+            raise ValueError(f"The state of a generator is not one of torch's ({error}).") from None
+        self._own, self._shared = own, shared
 
     def diverge_by_rank(self) -> None:
         """Give every rank but the first numbers of its own, after all have loaded one file."""
@@ -78,6 +83,5 @@ def draw_from_table(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torc
         tensor([0, 0, 2, 2])
     """
     cumulative = probabilities.double().cumsum(0)
-    return torch.searchsorted(cumulative / cumulative[-1], uniforms.double(), right=True).clamp(
-        max=len(probabilities) - 1
-    )
+    # Stratified uniforms may round up to 1, beyond the last index that has a probability.
+    return torch.searchsorted(cumulative / cumulative[-1], uniforms.double().clamp(max=1 - 2**-53), right=True)

@@ -65,6 +65,10 @@ class GradientVarianceSampler(TimestepSampler):
         self._measured = torch.zeros((), dtype=torch.int64)
         self._waiting = False
 
+    def expected_overhead(self, batch_size: int) -> float:
+        used = 2 * min(self.options["microbatch_size"], batch_size // 2)
+        return used / batch_size / self.options["measure_every"]
+
     def density(self) -> torch.Tensor:
         if self._measured < len(self._variance) or self._variance.sum() == 0:
             return torch.full((self.num_train_timesteps,), 1 / self.num_train_timesteps, dtype=torch.float64)

@@ -42,7 +42,7 @@ class LossSecondMomentSampler(TimestepSampler):
         self._current = torch.full((self.num_train_timesteps,), 1 / self.num_train_timesteps, dtype=torch.float64)
 
     def density(self) -> torch.Tensor:
-        return self._current
+        return self._current.clone()
 
     def _record(self, timesteps: torch.Tensor, squared_error: torch.Tensor) -> None:
         drawn, losses = ranks.gather(timesteps).cpu().numpy(), ranks.gather(squared_error).double().cpu().numpy()
@@ -106,14 +106,15 @@ class EntropyRateSampler(TimestepSampler):
         super().__init__(scheduler, options=options, **common)
         self._bins = log_snr_bins(self.objective, num_bins)
         count = int(self._bins.max()) + 1
-        self._pending = torch.zeros(2, count, dtype=torch.float64)
+        # Summed errors, how many they are, and how many were not finite, in each bin since the last update.
+        self._pending = torch.zeros(3, count, dtype=torch.float64)
         self._batches = torch.zeros((), dtype=torch.int64)
         self._error = torch.zeros(count, dtype=torch.float64)
         self._seen = torch.zeros(count, dtype=torch.float64)
         self._current = torch.full((self.num_train_timesteps,), 1 / self.num_train_timesteps, dtype=torch.float64)
 
     def density(self) -> torch.Tensor:
-        return self._current
+        return self._current.clone()
 
     def _record(self, timesteps: torch.Tensor, squared_error: torch.Tensor) -> None:
         if self._pending.device != timesteps.device and timesteps.device.type != "mps":
@@ -123,15 +124,16 @@ class EntropyRateSampler(TimestepSampler):
         bins = self._bins.to(timesteps.device)[timesteps].to(self._pending.device)
         self._pending[0].index_add_(0, bins, torch.where(finite, errors, 0.0))
         self._pending[1].index_add_(0, bins, finite.to(self._pending))
+        self._pending[2].index_add_(0, bins, (~finite).to(self._pending))
         self._batches += 1
         if self._batches % self.options["update_every"] == 0:
-            self._update(expected=self.options["update_every"] * len(timesteps))
+            total, count, broken = (ranks.mean(self._pending).cpu() * ranks.world_size()).unbind()
+            self._pending.zero_()
+            if broken.sum() > 0:
+                self._drop_event(f"{round(float(broken.sum()))} losses are NaN or infinite")
+            self._update(total, count)
 
-    def _update(self, expected: int) -> None:
-        total, count = (ranks.mean(self._pending).cpu() * ranks.world_size()).unbind()
-        self._pending.zero_()
-        if count.sum() < 0.999 * expected * ranks.world_size():
-            self._drop_event("some losses are NaN or infinite")
+    def _update(self, total: torch.Tensor, count: torch.Tensor) -> None:
         fresh = count > 0
         mean = total[fresh] / count[fresh]
         decay = torch.where(self._seen[fresh] > 0, self.options["decay"], 0.0)
@@ -141,7 +143,8 @@ class EntropyRateSampler(TimestepSampler):
             log_snr = self.objective.log_snr
             error = spread_over_timesteps(self._error, self._bins, log_snr)
             rate = error * torch.from_numpy(np.abs(np.gradient(log_snr.numpy())))
-            self._current.copy_(with_floor(rate.pow(self.options["power"]), self.options["floor"]))
+            # Scaled first: a large power of small rates would be 0 everywhere.
+            self._current.copy_(with_floor((rate / rate.max()).pow(self.options["power"]), self.options["floor"]))
 
     def _own_state(self) -> dict[str, torch.Tensor]:
         return {

@@ -15,10 +15,15 @@ _VERSIONS = ("v1", "v2")
 
 
 def convergence_start(objective: DiffusionObjective, threshold: float = 1e-4) -> int:
-    """`tau`: one past the first timestep whose noise level `sqrt(1 - abar)` hardly grows any more."""
+    """`tau`: one past the first timestep whose noise level `sqrt(1 - abar)` hardly grows any more.
+
+    A slow start is not convergence: the search begins where the noise level grows fastest.
+    """
     total = objective.num_train_timesteps
     growth = np.gradient((1 - objective.alphas_cumprod).sqrt().numpy())
-    below = np.flatnonzero(growth < threshold * 1000 / total)
+    slow = growth < threshold * 1000 / total
+    slow[: growth.argmax()] = False
+    below = np.flatnonzero(slow)
     if len(below) == 0 or below[0] + 1 >= total:
         raise ValueError(
             f"speed: sqrt(1 - abar) grows by at least {threshold * 1000 / total:g} per timestep over the whole "
@@ -81,7 +86,7 @@ class SpeeDSampler(TimestepSampler):
     def density(self) -> torch.Tensor:
         """`(T,)` share of each timestep in a batch as large as the last one, duals included."""
         if not self._duals:
-            return self._drawn
+            return self._drawn.clone()
         of_duals = torch.zeros_like(self._drawn).index_add_(0, self._dual_of, self._drawn)
         size = int(self._last_batch)
         share = (size // 2 + 1) / size if size else 0.5

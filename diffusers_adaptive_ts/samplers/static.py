@@ -20,13 +20,15 @@ class _TableSampler(TimestepSampler):
         super().__init__(scheduler, options=options, **common)
         table = torch.as_tensor(self._table(**options), dtype=torch.float64)
         self._density = table / table.sum()
+        if self.importance_weighting:
+            _reaches_all(self.name, self._density)
 
     def _table(self, **options: Any) -> np.ndarray | torch.Tensor:
         """`(T,)` unnormalised probabilities."""
         raise NotImplementedError
 
     def density(self) -> torch.Tensor:
-        return self._density
+        return self._density.clone()
 
 
 def cells(cdf_at_edges: np.ndarray) -> np.ndarray:
@@ -46,8 +48,22 @@ def nearest_edges(values: np.ndarray) -> np.ndarray:
 
 def _above_zero(sampler: str, **values: float) -> None:
     for option, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{sampler}: {option} must be above 0, got {value}.")
+        if not 0 < value < math.inf:
+            raise ValueError(f"{sampler}: {option} must be above 0 and finite, got {value}.")
+
+
+def _finite(sampler: str, **values: float) -> None:
+    for option, value in values.items():
+        if not math.isfinite(value):
+            raise ValueError(f"{sampler}: {option} must be finite, got {value}.")
+
+
+def _reaches_all(sampler: str, density: torch.Tensor) -> None:
+    if (density == 0).any():
+        raise ValueError(
+            f"{sampler}: {int((density == 0).sum())} timesteps are never drawn with these options, and no importance "
+            "weight makes up for that. Widen the density, or leave importance_weighting off."
+        )
 
 
 @register_sampler("uniform")
@@ -79,6 +95,7 @@ class LogitNormalSampler(_TableSampler):
     """`t = floor(sigmoid(N(mean, std)) T)` (Esser et al. 2024, arXiv 2403.03206); the papers' "Log-Normal"."""
 
     def __init__(self, scheduler: Any, mean: float = 0.0, std: float = 1.0, **common: Any) -> None:
+        _finite("logit_normal", mean=mean)
         _above_zero("logit_normal", std=std)
         super().__init__(scheduler, {"mean": mean, "std": std}, **common)
 
@@ -98,13 +115,15 @@ class EDMLogNormalSampler(_TableSampler):
     """`ln sigma ~ N(mean, std)`, nearest timestep by `sigma_t = sqrt((1-abar)/abar)` (EDM, arXiv 2206.00364)."""
 
     def __init__(self, scheduler: Any, mean: float = -1.2, std: float = 1.2, **common: Any) -> None:
+        _finite("edm_lognormal", mean=mean)
         _above_zero("edm_lognormal", std=std)
         super().__init__(scheduler, {"mean": mean, "std": std}, **common)
 
     def _table(self, mean: float, std: float) -> np.ndarray:
         sigma = np.exp(-self.objective.log_snr.numpy() / 2)
         at_edges = np.maximum(nearest_edges(sigma), 0.0)
-        return cells(stats.lognorm.cdf(at_edges, std, scale=math.exp(mean)))
+        with np.errstate(divide="ignore"):
+            return cells(stats.norm.cdf(np.log(at_edges), mean, std))
 
 
 @register_sampler("laplace")
@@ -112,6 +131,7 @@ class LaplaceSampler(_TableSampler):
     """Laplace(mu, b) over the log-SNR, nearest timestep (Hang et al. 2024, arXiv 2407.03297)."""
 
     def __init__(self, scheduler: Any, mu: float = 0.0, b: float = 0.5, **common: Any) -> None:
+        _finite("laplace", mu=mu)
         _above_zero("laplace", b=b)
         super().__init__(scheduler, {"mu": mu, "b": b}, **common)
 
@@ -196,7 +216,10 @@ class HistogramSampler(_TableSampler):
     """A density of one's own: any number of non-negative values, equal bins over 0..T."""
 
     def __init__(self, scheduler: Any, histogram: Sequence[float] | None = None, **common: Any) -> None:
-        values = np.asarray([] if histogram is None else histogram, dtype=np.float64)
+        try:
+            values = np.asarray([] if histogram is None else histogram, dtype=np.float64)
+        except (TypeError, ValueError):  # words, ragged lists
+            values = np.empty(0)
         if values.ndim != 1 or len(values) == 0 or not np.isfinite(values).all() or (values < 0).any():
             raise ValueError(
                 "histogram: give histogram=[...], a list of finite values of at least 0, one per bin; "
@@ -227,12 +250,15 @@ class CurriculumSampler(TimestepSampler):
     ) -> None:
         if switch_step < 0:
             raise ValueError(f"curriculum: switch_step must be at least 0, got {switch_step}.")
+        _finite("curriculum", mean=mean)
         _above_zero("curriculum", std=std)
         super().__init__(scheduler, options={"switch_step": switch_step, "mean": mean, "std": std}, **common)
         self._switch_step = switch_step
         first = torch.from_numpy(logit_normal_table(self.num_train_timesteps, mean, std))
         self._first = first / first.sum()
         self._later = torch.full_like(first, 1 / len(first))
+        if self.importance_weighting:
+            _reaches_all("curriculum", self._first)
 
     def density(self) -> torch.Tensor:
-        return self._first if self.steps < self._switch_step else self._later
+        return (self._first if self.steps < self._switch_step else self._later).clone()
