@@ -1,0 +1,128 @@
+"""Command-line options that the training scripts share: the words of diffusers' scripts, and ours in addition."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..key_values import parse_key_values
+from ..registry import did_you_mean
+from ..samplers import list_samplers
+from ..weightings import list_weightings
+
+
+def add_sampler_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("timestep sampler")
+    group.add_argument(
+        "--timestep_sampler", default="uniform", metavar="NAME", help=f"One of {', '.join(list_samplers())}."
+    )
+    group.add_argument(
+        "--loss_weighting",
+        default=None,
+        metavar="NAME",
+        help=f"One of {', '.join(list_weightings())}; unset is the sampler's own, mostly uniform.",
+    )
+    group.add_argument(
+        "--sampler_options",
+        nargs="*",
+        default=[],
+        metavar="KEY=VALUE",
+        help="Options of the sampler; see adaptive-ts list.",
+    )
+    group.add_argument(
+        "--weighting_options", nargs="*", default=[], metavar="KEY=VALUE", help="Options of the weighting."
+    )
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("run")
+    group.add_argument(
+        "--seed", type=int, default=None, help="Makes the run repeatable; unset takes a random one, which is logged."
+    )
+    group.add_argument(
+        "--max_train_steps", type=int, default=None, help="Optimizer steps; overrides the number of epochs."
+    )
+    group.add_argument("--max_grad_norm", type=float, default=1.0, help="Gradients are clipped to this norm.")
+    group.add_argument(
+        "--gradient_checkpointing", action="store_true", help="Trade compute for memory in the backward pass."
+    )
+    group.add_argument(
+        "--validation_steps",
+        type=int,
+        default=500,
+        help="Steps between two stable validation losses; 0: none, and no images are held out.",
+    )
+    group.add_argument("--validation_images", type=int, default=256, help="Images held out for the validation loss.")
+    group.add_argument("--logging_steps", type=int, default=10, help="Steps between two rows of the training log.")
+    group.add_argument("--streaming", action="store_true", help="Read the data set as a stream instead of loading it.")
+    group.add_argument(
+        "--config",
+        default=None,
+        metavar="FILE.yaml",
+        help="Options from a file, the same words as the flags; flags win.",
+    )
+    group.add_argument("--dry_run", action="store_true", help="Print the resolved configuration and stop.")
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse flags over the values of `--config`; an unknown key in the file is an error."""
+    known, _ = _only_config().parse_known_args(argv)
+    if known.config is not None:
+        parser.set_defaults(**_read_config(parser, known.config))
+    args = parser.parse_args(argv)
+    local_rank = int(os.environ.get("LOCAL_RANK", -1))
+    if local_rank != -1:
+        args.local_rank = local_rank
+    try:
+        args.sampler_options = parse_key_values(args.sampler_options)
+        args.weighting_options = parse_key_values(args.weighting_options)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def _only_config() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default=None)
+    return parser
+
+
+def _read_config(parser: argparse.ArgumentParser, path: str) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        parser.error(f"--config {path} cannot be read: {error}")
+    if not isinstance(values, dict):
+        parser.error(f"--config {path} must hold `option: value` lines.")
+    actions = {action.dest: action for action in parser._actions}
+    for key, value in list(values.items()):
+        if key not in actions or key in ("config", "help"):
+            parser.error(f"--config {path}: unknown option {key!r}.{did_you_mean(key, actions)}")
+        action = actions[key]
+        if action.nargs == "*" and isinstance(value, dict):
+            values[key] = [f"{name}={_word(item)}" for name, item in value.items()]
+        elif isinstance(action.const, bool) or isinstance(action, argparse.BooleanOptionalAction):
+            if not isinstance(value, bool):
+                parser.error(f"--config {path}: {key} must be true or false, got {value!r}.")
+        elif action.type is not None and value is not None:
+            try:
+                values[key] = action.type(value)
+            except (TypeError, ValueError):
+                parser.error(f"--config {path}: {key} must be a {action.type.__name__}, got {value!r}.")
+        if action.choices is not None and value not in action.choices:
+            parser.error(
+                f"--config {path}: {key} must be one of {', '.join(map(str, action.choices))}, got {value!r}."
+            )
+    return values
+
+
+def _word(value: Any) -> str:
+    return (
+        {True: "true", False: "false", None: "null"}.get(value, str(value))
+        if not isinstance(value, list)
+        else ",".join(map(str, value))
+    )

@@ -1,0 +1,240 @@
+"""Latents encoded once and kept on disk, mean and standard deviation apart, so that every epoch draws fresh ones."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import tqdm
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from .autoencoders import CHUNK, LatentSpace
+
+if TYPE_CHECKING:
+    from .data import ImageData
+
+INDEX_NAME = "index.json"
+# Files are small enough to be encoded in memory and shared out between ranks.
+_BYTES_PER_FILE = 64 * 2**20
+logger = get_logger(__name__)
+
+
+class LatentRows:
+    """Cached latents that can be asked for by number, as `ImageRows`: `mean`, `std`, `index`, `flipped`, `labels`.
+
+    Args:
+        files: their parts in order, `rows_per_file` rows each.
+        labels: `(N,)` classes, where they are used.
+        random_flip: whether training takes the latents of the mirrored image half of the time.
+        in_memory: read all at once; otherwise pages are read from disk as they are asked for.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        rows_per_file: int,
+        count: int,
+        labels: torch.Tensor | None = None,
+        random_flip: bool = False,
+        in_memory: bool = True,
+    ) -> None:
+        self.labels, self.random_flip = labels, random_flip
+        self._rows_per_file, self._count = rows_per_file, count
+        self._parts = [load_file(file) for file in files]
+        held = sum(len(part["mean"]) for part in self._parts)
+        if held != count:
+            raise ValueError(f"{files[0].parent} holds {held} latents of {count}.")
+        if in_memory:
+            whole = {name: torch.cat([part[name] for part in self._parts]) for name in self._parts[0]}
+            self._parts, self._rows_per_file = [whole], max(count, 1)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(
+        self, indices: Sequence[int] | torch.Tensor, augment: torch.Generator | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Unscaled `mean` and `std` (B, c, h, w), `labels` (B,) where used, `index` (B,), `flipped` (B,)."""
+        index = torch.as_tensor(indices, dtype=torch.int64)
+        flipped = torch.zeros(len(index), dtype=torch.bool)
+        if self.random_flip and augment is not None:
+            # The same draws as for images, so that a run with cached latents mirrors what one without does.
+            flipped = torch.rand(len(index), 3, dtype=torch.float64, generator=augment)[:, 2] < 0.5
+        mean = self._take("mean", index, flipped)
+        has_std = "std" in self._parts[0]
+        batch = {
+            "mean": mean,
+            "std": self._take("std", index, flipped) if has_std else torch.zeros_like(mean),
+            "index": index,
+            "flipped": flipped,
+        }
+        if self.labels is not None:
+            batch["labels"] = self.labels[index]
+        return batch
+
+    def item(self, index: int, augment: torch.Generator | None = None) -> dict[str, Any]:
+        row = {key: value[0] for key, value in self.batch([index], augment).items()}
+        return row | {"index": int(index), "flipped": bool(row["flipped"])}
+
+    def _take(self, name: str, index: torch.Tensor, flipped: torch.Tensor) -> torch.Tensor:
+        rows = self._select(name, index)
+        if flipped.any():
+            rows[flipped] = self._select(f"flipped_{name}", index[flipped])
+        return rows
+
+    def _select(self, name: str, index: torch.Tensor) -> torch.Tensor:
+        if len(self._parts) == 1:
+            return self._parts[0][name].index_select(0, index)
+        places = (divmod(number, self._rows_per_file) for number in index.tolist())
+        return torch.stack([self._parts[part][name][row] for part, row in places])
+
+
+def latents_of(
+    space: LatentSpace, batch: dict[str, torch.Tensor], generator: torch.Generator | None, device: torch.device
+) -> torch.Tensor:
+    """Scaled latents of a batch of cached latents or of images; without a generator the posterior's mean."""
+    if "mean" in batch:
+        mean, std = batch["mean"].to(device), batch["std"].to(device)
+    else:
+        mean, std = space.encode(batch["images"], device)
+    return space.draw(mean, std, generator)
+
+
+def prepare_latents(data: ImageData, space: LatentSpace, args: argparse.Namespace, accelerator: Any) -> ImageData:
+    """The data with its latents cached where that is wanted; the autoencoder's scaling is settled first."""
+    notes = [space.scale_to(data.validation if data.train is None else data.train, accelerator.device)]
+    identity = space.fingerprint()
+    wanted = args.cache_latents is None or args.cache_latents
+    if wanted and not args.dry_run:
+        if data.train is None:
+            notes.append("latents are not cached: a stream is encoded as it comes")
+        else:
+            data, note = cache_latents(data, space, identity, args, accelerator)
+            notes.append(note)
+    # A run is only resumed with the same data, and for a latent model these are the scaled latents.
+    fingerprint = f"{data.fingerprint}-{identity}-{space.scaling_factor:g}"
+    return dataclasses.replace(data, fingerprint=fingerprint, notes=[*data.notes, *filter(None, notes)])
+
+
+def cache_latents(
+    data: ImageData, space: LatentSpace, autoencoder: str, args: argparse.Namespace, accelerator: Any
+) -> tuple[ImageData, str]:
+    """The data with rows of cached latents, encoded now or found from before; and which of the two, for the log."""
+    if data.train.crops_vary():
+        raise ValueError(
+            "Random crops cannot be cached as latents, and some images are not square. "
+            "Pass --center_crop, or --no-cache_latents to encode every batch."
+        )
+    facts = {
+        "data": data.fingerprint,
+        "autoencoder": autoencoder,
+        "resolution": data.resolution,
+        "flips": bool(args.random_flip),
+    }
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    folder = Path(args.output_dir) / "latents" / key
+    splits = {"train": data.train, "validation": data.validation}
+    splits = {name: rows for name, rows in splits.items() if rows is not None}
+    cached, note = _read(folder, splits, args), f"latents reused from {folder}"
+    # All ranks must take the same way, also where one has just seen the files of another.
+    if not accelerator.gather(torch.tensor([int(cached is not None)], device=accelerator.device)).all():
+        _write(folder, splits, space, data.resolution, facts, accelerator)
+        cached, note = _read(folder, splits, args), f"latents encoded once into {folder}"
+        if cached is None:
+            raise RuntimeError(f"The latents just written to {folder} cannot be read. Is the disk full or failing?")
+    return dataclasses.replace(data, **cached), note
+
+
+def _read(folder: Path, splits: dict[str, Any], args: argparse.Namespace) -> dict[str, LatentRows] | None:
+    """The cached rows of each split; None when there is no complete cache."""
+    try:
+        index = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
+        files = {name: sorted(folder.glob(f"{name}-*.safetensors")) for name in splits}
+        size = sum(file.stat().st_size for part in files.values() for file in part)
+        return {
+            name: LatentRows(
+                files[name],
+                index["rows_per_file"],
+                len(rows),
+                rows.labels,
+                random_flip=args.random_flip and name == "train",
+                in_memory=size <= getattr(args, "keep_in_memory_bytes", 2 << 30),
+            )
+            for name, rows in splits.items()
+        }
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, IndexError, SafetensorError) as error:
+        logger.warning("The cached latents in %s are damaged (%s) and are encoded again.", folder, error)
+        return None
+
+
+def _write(
+    folder: Path,
+    splits: dict[str, Any],
+    space: LatentSpace,
+    resolution: int,
+    facts: dict[str, Any],
+    accelerator: Any,
+) -> None:
+    """Encode every row into a folder of another name, which takes its own only when all is there."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    numbers = space.channels * space.size(resolution) ** 2
+    row_bytes = 4 * numbers * (2 if space.has_posterior else 1) * (2 if facts["flips"] else 1)
+    rows_per_file = max(1, _BYTES_PER_FILE // (row_bytes * CHUNK)) * CHUNK
+    if accelerator.is_main_process:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        _check_space(folder.parent, row_bytes * sum(map(len, splits.values())))
+        partial.mkdir()
+    accelerator.wait_for_everyone()
+    parts = [(name, start) for name, rows in splits.items() for start in range(0, len(rows), rows_per_file)]
+    mine = parts[accelerator.process_index :: accelerator.num_processes]
+    total = sum(min(rows_per_file, len(splits[name]) - start) for name, start in mine)
+    with tqdm(total=total, desc="encoding latents", unit=" images", leave=False) as bar:
+        for name, start in mine:
+            rows = splits[name]
+            indices = range(start, min(start + rows_per_file, len(rows)))
+            tensors = _encode(rows, indices, space, facts["flips"] and name == "train", accelerator.device, bar)
+            save_file(tensors, partial / f"{name}-{start // rows_per_file:06d}.safetensors")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        index = {"rows_per_file": rows_per_file, **facts}
+        (partial / INDEX_NAME).write_text(json.dumps(index, indent=1), encoding="utf-8")
+        os.rename(partial, folder)
+    accelerator.wait_for_everyone()
+
+
+def _encode(
+    rows: Any, indices: range, space: LatentSpace, flips: bool, device: torch.device, bar: Any
+) -> dict[str, torch.Tensor]:
+    collected: dict[str, list[torch.Tensor]] = {}
+    for start in range(0, len(indices), CHUNK):
+        images = rows.batch(indices[start : start + CHUNK], None)["images"]
+        for prefix, seen in [("", images)] + ([("flipped_", images.flip(-1))] if flips else []):
+            mean, std = space.encode(seen, device)
+            collected.setdefault(f"{prefix}mean", []).append(mean.cpu())
+            if space.has_posterior:
+                collected.setdefault(f"{prefix}std", []).append(std.cpu())
+        bar.update(len(images))
+    return {name: torch.cat(parts).contiguous() for name, parts in collected.items()}
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > 0.95 * free:
+        raise ValueError(
+            f"The latents take {needed / 1e9:.1f} GB, but {folder} has {free / 1e9:.1f} GB free. Give an --output_dir "
+            "with more room, or --no-cache_latents to encode every batch."
+        )

@@ -1,0 +1,240 @@
+"""The script as a user meets it: upstream's command line, what a run leaves behind, and what bad input gets."""
+
+import importlib.util
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from diffusers import DiffusionPipeline
+from PIL import Image
+
+from diffusers_adaptive_ts import TimestepSampler
+
+from .conftest import Script
+
+# Every option of diffusers' examples/unconditional_image_generation/train_unconditional.py with its default there.
+UPSTREAM = {
+    "dataset_name": None,
+    "dataset_config_name": None,
+    "model_config_name_or_path": None,
+    "train_data_dir": None,
+    "output_dir": "ddpm-model-64",
+    "overwrite_output_dir": False,
+    "cache_dir": None,
+    "center_crop": False,
+    "random_flip": False,
+    "train_batch_size": 16,
+    "eval_batch_size": 16,
+    "dataloader_num_workers": 0,
+    "num_epochs": 100,
+    "save_images_epochs": 10,
+    "save_model_epochs": 10,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 1e-4,
+    "lr_scheduler": "cosine",
+    "lr_warmup_steps": 500,
+    "adam_beta1": 0.95,
+    "adam_beta2": 0.999,
+    "adam_weight_decay": 1e-6,
+    "adam_epsilon": 1e-8,
+    "use_ema": False,
+    "ema_inv_gamma": 1.0,
+    "ema_power": 0.75,
+    "ema_max_decay": 0.9999,
+    "push_to_hub": False,
+    "hub_token": None,
+    "hub_model_id": None,
+    "hub_private_repo": False,
+    "logger": "tensorboard",
+    "logging_dir": "logs",
+    "local_rank": -1,
+    "mixed_precision": "no",
+    "prediction_type": "epsilon",
+    "ddpm_num_steps": 1000,
+    "ddpm_num_inference_steps": 1000,
+    "ddpm_beta_schedule": "linear",
+    "checkpointing_steps": 500,
+    "checkpoints_total_limit": None,
+    "resume_from_checkpoint": None,
+    "enable_xformers_memory_efficient_attention": False,
+    "preserve_input_precision": False,
+}
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("train_unconditional", Script.path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_option_of_the_upstream_script_is_there_with_its_default():
+    defaults = vars(load_script().make_parser().parse_args([]))
+    assert {name: defaults[name] for name in UPSTREAM} == UPSTREAM
+    # Unset means 64 as upstream, but for the 8x8 digits that upstream does not have.
+    assert defaults["resolution"] is None
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One run with most things switched on; the tests below look at what it left."""
+    script = Script(tmp_path_factory.mktemp("finished"))
+    words = script.words(
+        "run",
+        timestep_sampler="adaptive",
+        sampler_options=["update_every=2"],
+        loss_weighting="min_snr",
+        weighting_options=["gamma=3"],
+        prediction_type="v_prediction",
+        use_ema=True,
+        logger="tensorboard",
+        checkpoints_total_limit=1,
+        hub_token="hf_secret_of_the_user",
+    )
+    script.done = script.run(words)
+    script.output = script.folder / "run"
+    script.rows = [json.loads(line) for line in (script.output / "training_log.jsonl").read_text().splitlines()]
+    return script
+
+
+@pytest.mark.slow
+class TestWhatARunLeaves:
+    def test_the_pipeline_is_plain_diffusers_and_knows_what_it_predicts(self, finished):
+        pipeline = DiffusionPipeline.from_pretrained(finished.output)
+        assert pipeline.scheduler.config.prediction_type == "v_prediction"
+        assert type(pipeline.scheduler).__module__.startswith("diffusers.")
+        image = pipeline(num_inference_steps=2, generator=torch.Generator().manual_seed(0)).images[0]
+        assert image.size == (8, 8)
+
+    def test_the_sampler_is_beside_it(self, finished):
+        sampler = TimestepSampler.from_pretrained(finished.output, subfolder="timestep_sampler")
+        assert sampler.name == "adaptive"
+        assert int(sampler.events) == 3
+        assert sampler.weighting.options == {"gamma": 3}
+
+    def test_checkpoints_have_upstreams_layout_and_are_limited(self, finished):
+        assert [path.name for path in finished.output.glob("checkpoint-*")] == ["checkpoint-6"]
+        for part in ("unet", "unet_ema"):
+            assert (finished.output / "checkpoint-6" / part / "diffusion_pytorch_model.safetensors").is_file()
+
+    def test_the_log_has_every_kind_of_row(self, finished):
+        kinds = {row["kind"] for row in finished.rows}
+        assert kinds == {"run", "train", "validation", "density", "samples"}
+        steps = [row["step"] for row in finished.rows if row["kind"] == "validation"]
+        assert steps == [0, 3, 6]
+        first = next(row for row in finished.rows if row["kind"] == "validation")
+        assert first["simple_relative"] == 1.0
+        assert all(math.isclose(sum(row["density"]), 1) for row in finished.rows if row["kind"] == "density")
+
+    def test_report_samples_and_trackers_are_written(self, finished):
+        assert "<script" in (finished.output / "report.html").read_text()
+        with Image.open(finished.output / "samples.png") as grid:
+            assert grid.size[0] > 8
+        assert list((finished.output / "logs").rglob("events.out.tfevents*"))
+
+    def test_nothing_that_was_written_or_said_holds_the_token(self, finished):
+        for path in finished.output.rglob("*"):
+            if path.is_file():
+                assert b"hf_secret_of_the_user" not in path.read_bytes(), path
+        assert "hf_secret_of_the_user" not in finished.done.stdout + finished.done.stderr
+
+    def test_the_end_message_says_where_everything_is_and_how_to_generate(self, finished):
+        assert "report.html" in finished.done.stdout
+        assert "DiffusionPipeline.from_pretrained" in finished.done.stdout
+
+    def test_nothing_half_written_is_left(self, finished):
+        assert not [path for path in finished.output.rglob("*") if "partial" in path.name or ".pipeline" in path.name]
+
+    def test_another_run_in_the_folder_is_an_error_and_nothing_is_lost(self, finished):
+        before = (finished.output / "training_log.jsonl").read_bytes()
+        done = finished.run(finished.words("run"), check=False)
+        assert done.returncode != 0
+        assert "--overwrite_output_dir" in done.stderr
+        assert (finished.output / "training_log.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_validation_numbers_do_not_depend_on_sampler_or_seed(script):
+    losses = []
+    for name, seed in (("uniform", 0), ("speed", 1)):
+        options = ["version=v2"] if name == "speed" else []
+        words = script.words(name, timestep_sampler=name, sampler_options=options, seed=seed, max_train_steps=1)
+        script.run(words)
+        rows = map(json.loads, (script.folder / name / "training_log.jsonl").read_text().splitlines())
+        losses.append(next(row for row in rows if row["kind"] == "validation"))
+    # Other seeds give other first weights, so only the ranges and the timesteps can be compared bit for bit.
+    assert [(r["from"], r["to"]) for r in losses[0]["ranges"]] == [(r["from"], r["to"]) for r in losses[1]["ranges"]]
+    assert losses[0]["simple"] == pytest.approx(losses[1]["simple"], rel=0.3)
+
+
+@pytest.mark.slow
+def test_a_folder_of_colour_images_in_epochs_with_overwrite(script):
+    folder = script.folder / "pictures"
+    folder.mkdir()
+    noise = np.random.default_rng(0)
+    for index in range(12):
+        Image.fromarray(noise.integers(0, 255, (10, 12, 3), dtype=np.uint8)).save(folder / f"{index}.png")
+    config = json.loads(script.config.read_text())
+    script.config.write_text(json.dumps({**config, "in_channels": 3, "out_channels": 3}))
+    words = script.words(
+        "run",
+        train_data_dir=folder,
+        resolution=8,
+        train_batch_size=4,
+        max_train_steps=None,
+        num_epochs=2,
+        validation_steps=0,
+        mixed_precision="bf16",
+        gradient_checkpointing=True,
+    )
+    script.run(words)
+    done = script.run([*words, "--overwrite_output_dir"])
+    assert done.returncode == 0
+    rows = [json.loads(line) for line in (script.folder / "run" / "training_log.jsonl").read_text().splitlines()]
+    assert rows[0]["max_train_steps"] == 6
+    assert rows[0]["images"] == 12
+    assert not [row for row in rows if row["kind"] == "validation"]
+
+
+def test_a_dry_run_describes_the_run_and_writes_nothing(script):
+    done = script.run([*script.words("run", timestep_sampler="adaptive"), "--dry_run"])
+    assert "parameters" in done.stdout
+    assert "expected overhead of the sampler" in done.stdout
+    assert not (script.folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"train_data_dir": "no/such/folder"}, "no/such/folder"),
+        ({"timestep_sampler": "adaptiv"}, "Did you mean 'adaptive'"),
+        ({"loss_weighting": "minsnr"}, "Did you mean 'min_snr'"),
+        ({"sampler_options": ["speed=3"]}, "has no option 'speed'"),
+        ({"weighting_options": ["gamma=3"]}, "--loss_weighting"),
+        ({"resolution": 9}, "9"),
+        ({"train_batch_size": 5000}, "--train_batch_size"),
+        ({"class_labels": "label"}, "--model_family dit"),
+        ({"model_family": "ldm"}, "--autoencoder"),
+        ({"streaming": True}, "--streaming needs a data set"),
+        ({"resume_from_checkpoint": "checkpoint-7"}, "There is no checkpoint"),
+        ({"ddpm_beta_schedule": "linnear"}, "Unknown --ddpm_beta_schedule"),
+    ],
+)
+def test_bad_input_is_found_before_the_first_step(script, options, said):
+    """In this process, for speed; the next test shows what a user sees."""
+    AcceleratorState._reset_state(True)
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(said)):
+        load_script().main(script.words("run", **options))
+    AcceleratorState._reset_state(True)
+    assert not list((script.folder / "run").glob("checkpoint-*"))
+
+
+def test_a_user_sees_one_clear_line(script):
+    done = script.run(script.words("run", timestep_sampler="adaptiv"), check=False)
+    assert done.returncode != 0
+    assert "error: Unknown sampler 'adaptiv'. Did you mean 'adaptive'?" in done.stderr
+    assert "Traceback" not in done.stderr

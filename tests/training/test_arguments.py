@@ -1,0 +1,65 @@
+"""Flags win over the config file, and nothing in either is silently ignored."""
+
+import argparse
+
+import pytest
+
+from diffusers_adaptive_ts.training.arguments import add_run_options, add_sampler_options, parse
+
+
+@pytest.fixture
+def parser():
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--use_ema", action="store_true")
+    parser.add_argument("--learning_rate", type=float, default=1e-4)
+    parser.add_argument("--logger", choices=["none", "tensorboard"], default="none")
+    parser.add_argument("--cache_latents", action=argparse.BooleanOptionalAction, default=None)
+    add_run_options(parser)
+    add_sampler_options(parser)
+    return parser
+
+
+def write(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_file_gives_values_and_flags_win(parser, tmp_path):
+    config = write(
+        tmp_path,
+        "use_ema: true\nlearning_rate: 1e-3\nseed: 3\ncache_latents: false\n"
+        "timestep_sampler: beta\nsampler_options: {a: 0.5, stratified: true}\n",
+    )
+    args = parse(parser, ["--config", config, "--seed", "4"])
+    assert (args.use_ema, args.learning_rate, args.seed, args.cache_latents) == (True, 1e-3, 4, False)
+    assert args.timestep_sampler == "beta"
+    assert args.sampler_options == {"a": 0.5, "stratified": True}
+
+
+def test_key_value_options_are_parsed(parser):
+    args = parse(parser, ["--sampler_options", "version=v2", "k=3", "duals=false"])
+    assert args.sampler_options == {"version": "v2", "k": 3, "duals": False}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("learning_rat: 1\n", "Did you mean 'learning_rate'"),
+        ("learning_rate: fast\n", "must be a float"),
+        ("use_ema: 3\n", "must be true or false"),
+        ("logger: paper\n", "must be one of none, tensorboard"),
+        ("- a\n- b\n", "must hold"),
+        ("a: [\n", "cannot be read"),
+    ],
+)
+def test_a_bad_file_is_an_error_that_names_the_key(parser, tmp_path, capsys, text, said):
+    with pytest.raises(SystemExit):
+        parse(parser, ["--config", write(tmp_path, text)])
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--config", "missing.yaml"], ["--nonsense"], ["--sampler_options", "word"]])
+def test_bad_flags_are_errors(parser, argv):
+    with pytest.raises(SystemExit):
+        parse(parser, argv)

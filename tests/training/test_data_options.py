@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from diffusers_adaptive_ts.training.data_options import DataOptions
+
+
+def test_other_arguments_are_left_alone():
+    options = DataOptions.from_args(Namespace(dataset_name="some/set", learning_rate=1.0))
+    assert (options.dataset_name, options.resolution, options.keep_in_memory_bytes) == ("some/set", 64, 2 * 2**30)
+    assert DataOptions().resolution == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"resolution": 0}, "--resolution must be at least 1, got 0"),
+        ({"validation_images": -1}, "--validation_images must be at least 0"),
+        ({"image_mode": "rgb"}, "--image_mode must be auto, RGB or L, got 'rgb'"),
+        ({"model_channels": 4}, "takes 4 channels, images have 1"),
+        ({"image_mode": "L", "model_channels": 3}, "gives 1 channel.*model takes 3"),
+        ({"image_mode": "RGB", "model_channels": 1}, "gives 3 channel.*model takes 1"),
+    ],
+)
+def test_mistakes_are_said(given, message):
+    with pytest.raises(ValueError, match=message):
+        DataOptions(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "modes", "channels", "grey_only"),
+    [
+        ({}, ["L", "1", "I;16", "LA"], 1, True),
+        ({}, ["L", "RGB"], 3, False),
+        ({}, ["P"], 3, False),
+        ({"model_channels": 3}, ["L"], 3, False),
+        ({"model_channels": 1}, ["RGB"], 1, True),
+        ({"image_mode": "L"}, ["RGB"], 1, False),
+        ({"image_mode": "RGB"}, ["L"], 3, False),
+        ({"preserve_input_precision": True}, ["I;16"], 3, False),
+        ({"preserve_input_precision": True, "model_channels": 1}, ["I;16"], 1, True),
+    ],
+)
+def test_channels_follow_the_model_or_the_images(given, modes, channels, grey_only):
+    preparation = DataOptions(**given).preparation(modes)
+    assert (preparation.channels, preparation.grey_only) == (channels, grey_only)

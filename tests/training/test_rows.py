@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from diffusers_adaptive_ts.training import rows as rows_module
+from diffusers_adaptive_ts.training.images import ColourImage, Preparation
+from diffusers_adaptive_ts.training.rows import ImageRows, ListSource, heads, spread
+
+from .conftest import make_picture
+
+SIZES = ((12, 12), (20, 12), (12, 31))
+
+
+def make_rows(modes="RGB", count=9, sizes=SIZES, budget=2**20, **preparation) -> ImageRows:
+    modes = [modes] * count if isinstance(modes, str) else modes
+    pictures = [make_picture(number, mode, sizes[number % len(sizes)]) for number, mode in enumerate(modes)]
+    return ImageRows(
+        ListSource(pictures, "pictures"), Preparation(**{"resolution": 8, "channels": 3} | preparation), budget=budget
+    )
+
+
+@pytest.mark.parametrize("precise", [False, True])
+@pytest.mark.parametrize("center_crop", [False, True])
+@pytest.mark.parametrize("sizes", [SIZES, SIZES[:1], SIZES[1:2]])
+def test_in_memory_and_lazy_agree_bit_for_bit(precise, center_crop, sizes):
+    options = {"sizes": sizes, "center_crop": center_crop, "random_flip": True, "preserve_input_precision": precise}
+    kept, lazy = make_rows(**options), make_rows(**options, budget=0)
+    assert kept.in_memory
+    assert not lazy.in_memory
+    for seed in (None, 0, 1):
+        draws = [None if seed is None else torch.Generator().manual_seed(seed) for _ in range(2)]
+        first, second = (rows.batch([4, 0, 2, 2], augment) for rows, augment in zip((kept, lazy), draws, strict=True))
+        assert all(torch.equal(first[key], second[key]) for key in first)
+    assert kept.crops_vary() == lazy.crops_vary() == (not center_crop and sizes != SIZES[:1])
+
+
+def test_item_is_a_batch_of_one():
+    rows = make_rows(random_flip=True)
+    rows.labels = torch.arange(9)
+    for seed in range(4):
+        item = rows.item(3, torch.Generator().manual_seed(seed))
+        batch = rows.batch([3], torch.Generator().manual_seed(seed))
+        assert torch.equal(item["images"], batch["images"][0])
+        assert (item["index"], item["flipped"]) == (3, bool(batch["flipped"][0]))
+        assert item["labels"].dtype == torch.int64
+        assert item["labels"].ndim == 0
+
+
+def test_batches_do_not_share_memory_with_the_images():
+    rows = make_rows(sizes=SIZES[:1], random_flip=True)
+    before = rows.batch([1])["images"].clone()
+    rows.batch([1], torch.Generator())["images"].zero_()
+    assert torch.equal(rows.batch([1])["images"], before)
+
+
+def test_memory_decides():
+    needed = 9 * 3 * 8 * 8
+    assert make_rows(sizes=SIZES[:1], budget=needed).pixels.nbytes == needed
+    assert not make_rows(sizes=SIZES[:1], budget=needed - 1).in_memory
+    assert make_rows(sizes=SIZES[:1], budget=4 * needed, preserve_input_precision=True).pixels.nbytes == 4 * needed
+
+
+def test_images_that_turn_out_larger_than_the_first_ones_still_come_right(monkeypatch):
+    monkeypatch.setattr(rows_module, "spread", lambda count: [0])
+    options = {"sizes": ((12, 12), (12, 60)), "count": 8}
+    kept, lazy = make_rows(**options), make_rows(**options, budget=0)
+    assert torch.equal(kept.batch(range(8))["images"], lazy.batch(range(8))["images"])
+    assert not make_rows(**options, budget=3 * 8 * 8 * 8 + 100).in_memory
+
+
+def test_large_pictures_are_decoded_in_threads_all_the_same(monkeypatch):
+    slow = make_rows(count=150)
+    monkeypatch.setattr(rows_module, "_SLOW_SECONDS", 0.0)
+    assert make_rows(count=150).fingerprint() == slow.fingerprint()
+
+
+def test_fingerprint_follows_the_content():
+    prints = {make_rows(**options).fingerprint() for options in ({}, {"count": 8}, {"resolution": 9}, {"channels": 1})}
+    assert len(prints) == 4
+    assert make_rows().fingerprint() == make_rows().fingerprint()
+    other = make_rows()
+    other.labels = torch.zeros(9, dtype=torch.int64)
+    assert other.fingerprint() != make_rows().fingerprint()
+
+
+def test_a_colour_image_among_grey_ones_is_named():
+    modes = ["L"] * 5 + ["RGB"] + ["L"] * 3
+    with pytest.raises(ColourImage, match="image 5 of pictures: a colour image"):
+        make_rows(modes, channels=1, grey_only=True)
+    lazy = make_rows(modes, channels=1, grey_only=True, budget=0)
+    with pytest.raises(ColourImage, match="image 5 of pictures"):
+        lazy.check_modes()
+
+
+@pytest.mark.parametrize("budget", [0, 2**20])
+def test_a_broken_image_is_named(budget):
+    pictures = [
+        {"bytes": b"\x89PNG nothing", "path": None} if number == 2 else make_picture(number) for number in range(4)
+    ]
+    with pytest.raises(ValueError, match=r"image 2 of pictures cannot be read.*Replace or remove it"):
+        ImageRows(ListSource(pictures, "pictures"), Preparation(8, 3), budget=budget).batch([0, 2])
+    with pytest.raises(ValueError, match="image 2 of pictures cannot be read"):
+        list(heads(ListSource(pictures, "pictures"), range(4)))
+
+
+def test_spread_reaches_both_ends():
+    assert spread(3) == [0, 1, 2]
+    assert (spread(1000)[0], spread(1000)[-1], len(set(spread(1000)))) == (0, 999, 64)
+
+
+def test_modes_are_counted():
+    assert make_rows(["L", "RGB", "L"]).modes == {"L": 2, "RGB": 1}
+
+
+def test_no_images():
+    with pytest.raises(ValueError, match="no images"):
+        ImageRows(ListSource([], "nothing"), Preparation(8, 3))
+
+
+def test_rows_can_be_sent_to_other_processes():
+    rows = make_rows(random_flip=True)
+    again = pickle.loads(pickle.dumps(rows))
+    assert torch.equal(again.batch([1, 2])["images"], rows.batch([1, 2])["images"])
