@@ -37,10 +37,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP)  ## train a small model in a plain loop, and draw a sampler's density to demo/density.png
-	@mkdir -p demo
-	$(BIN)/python examples/plain_pytorch.py
-	$(BIN)/adaptive-ts show --sampler speed --schedule linear --weighting min_snr --out demo/density.png
+demo: $(STAMP)  ## train on digits with the adaptive sampler (about 4 minutes): pipeline, pictures, report in demo/
+	$(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	    train_scripts/train_unconditional.py --config examples/digits.yaml --output_dir demo --overwrite_output_dir
+	$(BIN)/python examples/recognise_digits.py demo
+	@echo "Look at demo/samples.png and demo/report.html."
 
 lint: $(STAMP)  ## ruff check and ruff format --check
 	$(BIN)/python -m ruff check .

@@ -7,7 +7,10 @@ TOTAL = 12
 
 
 class Fragile(nn.Module):
-    """Batch norm, dropout, a timestep embedding, optional conditioning of each sample."""
+    """Batch norm, dropout, a timestep embedding, optional conditioning of each sample.
+
+    It also takes a random number in every call, in eval mode too, as models with stochastic layers do.
+    """
 
     def __init__(self, channels: int = 2) -> None:
         super().__init__()
@@ -18,7 +21,7 @@ class Fragile(nn.Module):
         self.last = nn.Conv2d(6, channels, 1)
 
     def forward(self, x, timesteps, shift=None):
-        hidden = self.norm(self.first(x)) + self.time(timesteps)[:, :, None, None]
+        hidden = self.norm(self.first(x)) + self.time(timesteps)[:, :, None, None] + 0 * torch.rand(())
         if shift is not None:
             hidden = hidden + shift[:, None, None, None]
         return self.last(self.drop(hidden).tanh())
