@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 
 from .. import ranks
 from ..objective import DiffusionObjective
-from ..optimizer_state import adam_with_state, optimizer_tensors
 from ..policies import POLICIES, make_policy
+from ..policy_gradient import PolicyGradient
 from ..probes import ESTIMATORS, ProbeBatch, gradients_are_gone, make_estimator
 from ..registry import accepted_options
 from .base import TimestepSampler, register_sampler
@@ -19,11 +18,15 @@ from .static import edges
 
 # Rows of policy parameters that density() averages over.
 _RECENT = 256
-_COLLAPSED_ENTROPY = -2.5
-# The running mean and spread of the rewards forget at this rate per event.
-_REWARD_MEMORY = 0.9
-_LARGEST_ADVANTAGE = 3.0
-_MOST_BACKTRACKS = 10
+_LEARNER_OPTIONS = (
+    "learning_rate",
+    "entropy_coef",
+    "entropy",
+    "advantage",
+    "max_grad_norm",
+    "max_divergence",
+    "uniform_floor",
+)
 
 
 @register_sampler("adaptive")
@@ -125,14 +128,11 @@ class AdaptiveTimestepSampler(TimestepSampler):
         }
         super().__init__(scheduler, options=options, **common)
         self.estimator = make_estimator(estimator, self.objective, **(estimator_options or {}))
-        self.events = torch.zeros((), dtype=torch.int64)
-        self._reward_mean = torch.zeros((), dtype=torch.float64)
-        self._reward_variance = torch.zeros((), dtype=torch.float64)
-        self._warned_of_collapse = False
         self._drawn: torch.Tensor | None = None
         self._measured_u: torch.Tensor | None = None
         self._measured_x0: torch.Tensor | None = None
         self.policy: torch.nn.Module | None = None
+        self._learner: PolicyGradient | None = None
         if in_channels is not None or not POLICIES[policy].looks_at_x0:
             self._build_policy(1 if in_channels is None else in_channels)
 
@@ -144,18 +144,14 @@ class AdaptiveTimestepSampler(TimestepSampler):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)
             self.policy = make_policy(self.options["policy"], in_channels, **self.options["policy_options"])
-        self._optimizer = adam_with_state(self.policy.parameters(), self.options["learning_rate"])
+        self._learner = PolicyGradient(self.policy, **{name: self.options[name] for name in _LEARNER_OPTIONS})
         self._recent = self.policy.typical().detach().repeat(_RECENT, 1)
         self._rows_seen = torch.zeros((), dtype=torch.int64)
 
-    def _place_policy(self, device: torch.device) -> None:
-        parameters = list(self.policy.parameters())
-        if parameters[0].device == device:
-            return
-        self.policy.to(device)
-        for parameter in parameters:
-            moments = self._optimizer.state[parameter]
-            moments.update({key: moments[key].to(device) for key in ("exp_avg", "exp_avg_sq")})
+    @property
+    def events(self) -> torch.Tensor:
+        """How many measured steps the policy has learned from."""
+        return torch.zeros((), dtype=torch.int64) if self._learner is None else self._learner.events
 
     def forwards_per_event(self, batch_size: int) -> int:
         """Model calls that one measured step adds on this rank."""
@@ -171,7 +167,7 @@ class AdaptiveTimestepSampler(TimestepSampler):
         return {**super().summary(), "a": a, "b": b}
 
     def density(self) -> torch.Tensor:
-        """`(T,)` probabilities, averaged over the samples of the last batches."""
+        """`(T,)` probabilities, averaged over the last samples (on several ranks: the last measured batch)."""
         if self.policy is None:
             self._build_policy_error()
         masses = self.policy.cell_masses(self._recent, edges(self.num_train_timesteps))
@@ -192,7 +188,7 @@ class AdaptiveTimestepSampler(TimestepSampler):
                 f"The policy was built for {expected} channels, but x0 has shape {tuple(x0.shape)}. "
                 f"Give in_channels={x0.shape[1]}."
             )
-        self._place_policy(x0.device)
+        self._learner.place(x0.device)
         with torch.no_grad(), torch.autocast(x0.device.type, enabled=False):
             parameters = self.policy(x0).cpu()
         if ranks.world_size() == 1:
@@ -258,87 +254,23 @@ class AdaptiveTimestepSampler(TimestepSampler):
         self._measured_u = self._measured_x0 = None
 
     def _learn(self, x0: torch.Tensor, u: torch.Tensor, rewards: torch.Tensor) -> None:
-        """One step of the policy along the likelihood-ratio gradient (Eq. 13), the same on every rank."""
-        advantages, floor = self._advantages(rewards), self.options["uniform_floor"]
-        with torch.enable_grad(), torch.autocast(x0.device.type, enabled=False):
-            parameters = self.policy(x0)
-            log_prob = self.policy.log_prob(parameters, u.to(parameters))
-            if floor > 0:  # u came from the mixture
-                log_prob = ((1 - floor) * log_prob.exp() + floor).log()
-            entropy = self.policy.entropy(parameters)
-            if self.options["entropy"] == "authors":
-                loss = -((advantages.to(log_prob) + self.options["entropy_coef"] * entropy) * log_prob).mean()
-            else:
-                loss = -(advantages.to(log_prob) * log_prob).mean() - self.options["entropy_coef"] * entropy.mean()
-            self._optimizer.zero_grad()
-            loss.backward()
-        for parameter in self.policy.parameters():
-            if parameter.grad is not None:
-                parameter.grad.copy_(ranks.mean(parameter.grad))
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.options["max_grad_norm"])
-        if not torch.isfinite(norm):
+        if not self._learner.learn(x0, u, rewards):
             self._drop_event("the policy's gradient is NaN or infinite")
-            return
-        self._step_within_trust(x0, parameters.detach())
-        self.events += 1
-        if entropy.mean() < _COLLAPSED_ENTROPY and not self._warned_of_collapse:
-            self._warned_of_collapse = True
-            warnings.warn(
-                f"The timestep policy has collapsed (entropy {float(entropy.detach().mean()):.2f} nats, uniform 0): "
-                "it draws few timesteps only. Raise entropy_coef or uniform_floor, or lower learning_rate.",
-                stacklevel=5,
-            )
-
-    def _step_within_trust(self, x0: torch.Tensor, before: torch.Tensor) -> None:
-        """Step, then go back along the step until the policy has moved by at most `max_divergence` on this batch."""
-        limit = self.options["max_divergence"]
-        weights = [parameter.detach().clone() for parameter in self.policy.parameters()]
-        self._optimizer.step()
-        if limit is None:
-            return
-        with torch.no_grad(), torch.autocast(x0.device.type, enabled=False):
-            for _ in range(_MOST_BACKTRACKS):
-                moved = float(ranks.mean(self.policy.divergence(before, self.policy(x0)).mean()))
-                if moved <= limit:
-                    return
-                # The divergence is quadratic in a small step; the 0.9 ends the search when it is not.
-                shrink = 0.9 * min(1.0, (limit / moved) ** 0.5)
-                for parameter, old in zip(self.policy.parameters(), weights, strict=True):
-                    parameter.lerp_(old, 1 - shrink)
-            for parameter, old in zip(self.policy.parameters(), weights, strict=True):
-                parameter.copy_(old)
-
-    def _advantages(self, rewards: torch.Tensor) -> torch.Tensor:
-        """`(B,)` the rewards themselves, or how much better this step was than the steps before it.
-
-        One update is shared by the whole batch, so nearly all of the signal lies *between* steps: the normalised form
-        gives every sample the batch's mean reward, less the running mean and divided by the running spread of the
-        steps before.
-        """
-        if self.options["advantage"] == "raw":
-            return rewards
-        reward = float(ranks.mean(rewards.mean().to(self._measured_x0.device)))
-        known = int(self.events) >= 2
-        mean, spread = float(self._reward_mean), float(self._reward_variance) ** 0.5
-        advantage = (reward - mean) / spread if known and spread > 0 else 0.0
-        keep = min(int(self.events) / (int(self.events) + 1), _REWARD_MEMORY)
-        self._reward_variance.copy_(keep * (self._reward_variance + (1 - keep) * (reward - mean) ** 2))
-        self._reward_mean.copy_(keep * self._reward_mean + (1 - keep) * reward)
-        return torch.full_like(rewards, max(-_LARGEST_ADVANTAGE, min(_LARGEST_ADVANTAGE, advantage)))
 
     def _own_state(self) -> dict[str, torch.Tensor]:
-        estimator = {f"estimator.{key}": value for key, value in self.estimator.state_tensors().items()}
-        state = {
-            "events": self.events,
-            "reward_mean": self._reward_mean,
-            "reward_variance": self._reward_variance,
-            **estimator,
-        }
-        if self.policy is None:
+        state = {f"estimator.{key}": value for key, value in self.estimator.state_tensors().items()}
+        if self._learner is None:
             return state
-        policy = {f"policy.{key}": value for key, value in self.policy.state_dict(keep_vars=True).items()}
-        learned = {f"policy_{key}": value for key, value in optimizer_tensors(self._optimizer).items()}
-        return {**state, **policy, **learned, "recent": self._recent, "rows_seen": self._rows_seen}
+        return {**state, **self._learner.state_tensors(), "recent": self._recent, "rows_seen": self._rows_seen}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        unbuilt = self.policy is None
+        try:
+            super().load_state_dict(state)
+        except ValueError:
+            if unbuilt:
+                self.policy = self._learner = self.options["in_channels"] = None
+            raise
 
     def _prepare_to_load(self, state: dict[str, torch.Tensor]) -> None:
         first = state.get("policy.features.0.weight")

@@ -39,6 +39,8 @@ def build_run(
         model.enable_gradient_checkpointing()
     if args.enable_xformers_memory_efficient_attention:
         model.enable_xformers_memory_efficient_attention()
+    if not args.dry_run:
+        setup.check_space(folder, model, args.use_ema)
     scheduler = family.build_scheduler()
     sampler = setup.make_run_sampler(args, scheduler, model.config.in_channels, seed)
     if not args.dry_run:

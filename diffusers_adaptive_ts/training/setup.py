@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import platform
 import shutil
@@ -61,6 +62,7 @@ class Run:
 
 def make_accelerator(args: argparse.Namespace) -> Accelerator:
     folder = Path(args.output_dir)
+    check_installed(args)
     tracker = None if args.logger == "none" else args.logger
     return Accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -69,6 +71,27 @@ def make_accelerator(args: argparse.Namespace) -> Accelerator:
         project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / args.logging_dir)),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
     )
+
+
+def check_installed(args: argparse.Namespace) -> None:
+    """An option whose package is missing would be dropped in silence further down."""
+    if args.logger != "none" and importlib.util.find_spec(args.logger) is None:
+        raise ValueError(f"--logger {args.logger} is not installed: pip install {args.logger}, or give --logger none.")
+    if args.enable_xformers_memory_efficient_attention and importlib.util.find_spec("xformers") is None:
+        raise ValueError("--enable_xformers_memory_efficient_attention needs xformers: pip install xformers.")
+
+
+def check_space(folder: Path, model: torch.nn.Module, use_ema: bool) -> None:
+    """Two checkpoints stand side by side for a moment: weights, their average and Adam's two moments, each twice."""
+    bytes_of_weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    needed = 2 * (3 + use_ema) * bytes_of_weights + bytes_of_weights
+    there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise ValueError(
+            f"--output_dir {folder}: {free / 2**20:,.0f} MiB are free, but two checkpoints and the pipeline of this "
+            f"model take about {needed / 2**20:,.0f} MiB. Make room, or give another directory."
+        )
 
 
 def prepare_folder(args: argparse.Namespace, accelerator: Accelerator) -> Path:

@@ -1,6 +1,5 @@
 """The adaptive sampler's policy update, draws and options."""
 
-import math
 
 import numpy as np
 import pytest
@@ -102,7 +101,6 @@ class TestUpdate:
             for event in range(20):
                 x0 = torch.randn(8, 1, 4, 4)
                 sampler.sample(x0)
-                sampler._measured_x0 = x0
                 with torch.no_grad():
                     before = sampler.policy(x0).clone()
                 sampler._learn(x0, sampler._drawn, torch.full((8,), float((-1) ** event * event)))
@@ -123,51 +121,6 @@ class TestUpdate:
         density = sampler.density()
         assert density.min() > 0.9 / TOTAL
         assert density.max() < 1.1 / TOTAL
-
-
-class TestAdvantages:
-    def advantages(self, scheduler, rewards, **options):
-        sampler = AdaptiveTimestepSampler(scheduler, 1, seed=0, **options)
-        sampler._measured_x0 = torch.zeros(1)
-        given = []
-        for reward in rewards:
-            given.append(sampler._advantages(torch.as_tensor(reward, dtype=torch.float64)))
-            sampler.events += 1
-        return torch.stack(given)
-
-    def test_raw_is_the_reward_itself(self, short_scheduler):
-        rewards = torch.randn(5, 4).double()
-        assert torch.equal(self.advantages(short_scheduler, rewards, advantage="raw"), rewards)
-
-    def test_normalised_compares_with_the_steps_before(self, short_scheduler):
-        """A running mean and spread by hand: plain averages for ten events, then a memory of 0.9."""
-        rewards = torch.randn(30, 4).double() + 3
-        given = self.advantages(short_scheduler, rewards)
-        assert (given == given[:, :1]).all()  # the batch shares one update, and one advantage
-        mean = variance = 0.0
-        for event, reward in enumerate(rewards.mean(1).tolist()):
-            expected = 0.0 if event < 2 else float(np.clip((reward - mean) / math.sqrt(variance), -3, 3))
-            assert float(given[event, 0]) == pytest.approx(expected, abs=1e-9)
-            keep = min(event / (event + 1), 0.9)
-            variance = keep * (variance + (1 - keep) * (reward - mean) ** 2)
-            mean = keep * mean + (1 - keep) * reward
-            if event < 9:
-                seen = rewards.mean(1)[: event + 1]
-                assert mean == pytest.approx(float(seen.mean()))
-                assert variance == pytest.approx(float(seen.var(correction=0)), abs=1e-12)
-
-    @pytest.mark.parametrize(("scale", "shift"), [(1e-9, 0.0), (1e9, 0.0), (1.0, 1e3)])
-    def test_normalised_does_not_depend_on_scale_and_level(self, short_scheduler, scale, shift):
-        rewards = torch.randn(20, 4).double()
-        plain = self.advantages(short_scheduler, rewards)
-        torch.testing.assert_close(self.advantages(short_scheduler, rewards * scale + shift), plain, atol=1e-6, rtol=0)
-
-    def test_normalised_is_bounded_and_survives_no_spread(self, short_scheduler):
-        rewards = [[1.0], [1.0], [1.0], [1.0], [1.0 + 1e-12], [1e30], [-1e30]]
-        given = self.advantages(short_scheduler, rewards)
-        assert given.isfinite().all()
-        assert given[:4].eq(0).all()
-        assert given.abs().max() <= 3
 
 
 class TestUniformFloor:

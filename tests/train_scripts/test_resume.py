@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from diffusers_adaptive_ts import list_samplers
 
@@ -93,6 +94,21 @@ def test_every_sampler_resumes_exactly(script):
     assert done.returncode == 0, done.stderr[-3000:]
     for name in list_samplers():
         same_run(script.folder / f"{name}-straight", script.folder / f"{name}-resumed", 6)
+
+
+@pytest.mark.slow
+def test_a_stream_goes_on_where_it_was(script):
+    """Streamed images, two workers, stopped in the middle of an epoch."""
+    pictures = script.folder / "pictures"
+    pictures.mkdir()
+    for index in range(20):
+        Image.new("L", (8, 8), 12 * index).save(pictures / f"{index:02d}.png")
+    options = {"train_data_dir": pictures, "streaming": True, "resolution": 8, "validation_images": 4}
+    script.run(script.words("run", **options, dataloader_num_workers=2))
+    shutil.copytree(script.folder / "run", script.folder / "resumed")
+    shutil.rmtree(script.folder / "resumed" / "checkpoint-6")
+    script.run([*script.words("resumed", **options, dataloader_num_workers=2), "--resume_from_checkpoint", "latest"])
+    same_run(script.folder / "run", script.folder / "resumed", 6)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import re
+import subprocess
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from diffusers_adaptive_ts import TimestepSampler
+from diffusers_adaptive_ts.training import setup
+from tests.loopback_hub import TOKEN, USER, LoopbackHub
 
 from .conftest import Script
 
@@ -221,6 +224,8 @@ def test_a_dry_run_describes_the_run_and_writes_nothing(script):
         ({"model_family": "ldm"}, "--autoencoder"),
         ({"streaming": True}, "--streaming needs a data set"),
         ({"resume_from_checkpoint": "checkpoint-7"}, "There is no checkpoint"),
+        ({"logger": "trackio"}, "--logger trackio is not installed"),
+        ({"enable_xformers_memory_efficient_attention": True}, "xformers"),
         ({"ddpm_beta_schedule": "linnear"}, "Unknown --ddpm_beta_schedule"),
     ],
 )
@@ -238,3 +243,42 @@ def test_a_user_sees_one_clear_line(script):
     assert done.returncode != 0
     assert "error: Unknown sampler 'adaptiv'. Did you mean 'adaptive'?" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_too_little_space_is_said_before_the_first_step(script, tmp_path):
+    small = type("Huge", (), {"numel": lambda self: 2**60, "element_size": lambda self: 4})()
+    model = type("Model", (), {"parameters": lambda self: [small]})()
+    with pytest.raises(ValueError, match="MiB are free"):
+        setup.check_space(tmp_path / "not" / "there", model, use_ema=True)
+
+
+@pytest.mark.slow
+def test_push_puts_the_pipeline_on_the_hub_privately_and_nothing_else(script):
+    with LoopbackHub() as hub:
+        words = script.words(
+            "run", max_train_steps=3, push_to_hub=True, hub_model_id=f"{USER}/digits", hub_private_repo=True
+        )
+        environment = {**script.environment(), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+        command = script.command([*words, "--hub_token", TOKEN])
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[-2000:]
+        repository = hub.repos[f"{USER}/digits"]
+        assert repository.private
+        files = set(repository.at("main").files)
+    assert {"model_index.json", "unet/config.json", "timestep_sampler/sampler.safetensors", "samples.png"} <= files
+    assert not [name for name in files if name.startswith(("checkpoint", "logs", "latents", "samples/"))]
+    assert "Pushed to" in done.stdout
+    assert TOKEN not in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_refused_push_loses_nothing_and_says_so(script):
+    with LoopbackHub() as hub:
+        words = script.words("run", max_train_steps=3, push_to_hub=True, hub_model_id=f"{USER}/digits")
+        environment = {**script.environment(), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+        command = script.command([*words, "--hub_token", "hf_wrong"])
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert "The upload failed" in done.stdout
+    assert "hf_wrong" not in done.stdout + done.stderr
+    assert (script.folder / "run" / "model_index.json").is_file()
