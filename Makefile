@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 
 WORKERS ?= 2
 PYTEST_ARGS ?=
-BENCHMARKS ?=
+BENCHMARKS ?= benchmarks/training_speed.py
 
 # One thread per process: the test workers share the cores instead of fighting over them.
 test: export OMP_NUM_THREADS := 1

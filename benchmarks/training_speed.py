@@ -123,11 +123,20 @@ def against_diffusers(args: argparse.Namespace, work: Path) -> dict:
         for side, path in (("diffusers", args.upstream_script), ("ours", SCRIPT)):
             output = work / f"{side}-{repeat}"
             words = [*common(config, data, output, args.batch), "--num_epochs", str(epochs)]
-            own = ["--validation_steps", "0", "--logging_steps", "1"] if side == "ours" else []
+            own = ["--validation_steps", "0"] if side == "ours" else []
             run([args.python, str(path), *words, *own])
             speeds[side].append(ours_speed(output) if side == "ours" else upstream_speed(output))
     ratios = [ours / theirs for ours, theirs in zip(speeds["ours"], speeds["diffusers"], strict=True)]
-    return {"steps_per_second": {k: spread(v) for k, v in speeds.items()}, "ratio": spread(ratios), "asked": 1.0}
+    versions = {"versions_of_both": versions_of(args.python)}
+    speeds_of = {"steps_per_second": {k: spread(v) for k, v in speeds.items()}}
+    return {**versions, **speeds_of, "ratio": spread(ratios), "asked": 1.0}
+
+
+def versions_of(python: str) -> dict[str, str]:
+    """What is installed in the environment that the two scripts ran in."""
+    code = "import importlib.metadata as m, json; print(json.dumps({n: m.version(n) for n in %r}))"
+    names = ["torch", "torchvision", "diffusers", "accelerate", "datasets"]
+    return json.loads(subprocess.run([python, "-c", code % names], capture_output=True, text=True, check=True).stdout)
 
 
 def cached_latents(args: argparse.Namespace, work: Path) -> dict:

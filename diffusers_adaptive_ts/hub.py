@@ -5,41 +5,42 @@ from __future__ import annotations
 from pathlib import Path
 
 from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-# A pipeline's parts are folders with a config or scheduler file; of the rest only these are published.
+from .training.output_folder import pipeline_parts
+
 PUBLISHED_FILES = ("model_index.json", "README.md", "samples.png", "training_log.jsonl", "report.html")
-_NEVER = ("checkpoint-*/*", ".*", "*/.*", "latents/*", "logs/*", "samples/*")
 
 
-def publish(
-    folder: Path, repo_id: str | None = None, *, token: str | None = None, private: bool = False, message: str = ""
-) -> str:
+def ensure_repository(name: str, *, token: str | None = None, private: bool = False) -> str:
+    """Create the repository if need be, before training; a refusal is an error that says what to look at."""
+    try:
+        return HfApi(token=token).create_repo(name, private=private, exist_ok=True).repo_id
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"The repository {name!r} cannot be used on the Hub ({type(error).__name__}: {reason}). "
+            "Look at --hub_model_id and --hub_token, or leave --push_to_hub out."
+        ) from None
+
+
+def publish(folder: Path, repo_id: str, *, token: str | None = None, message: str = "") -> str:
     """Upload a run's folder in one commit; returns the address of the commit.
 
     Args:
         folder: an output folder with a saved pipeline.
-        repo_id: name of the repository; `None` takes the folder's name.
+        repo_id: name of a repository that exists.
         token: used for every call and stored nowhere.
-        private: create the repository private.
         message: of the commit.
     """
     if not (folder / "model_index.json").is_file():
         raise ValueError(f"{folder} holds no pipeline (no model_index.json), so there is nothing to publish.")
-    parts = [path.name for path in folder.iterdir() if path.is_dir() and _is_part(path)]
-    api = HfApi(token=token)
-    repository = api.create_repo(repo_id or folder.resolve().name, private=private, exist_ok=True).repo_id
+    parts = [*pipeline_parts(folder), "timestep_sampler"]
     return str(
-        api.upload_folder(
-            repo_id=repository,
+        HfApi(token=token).upload_folder(
+            repo_id=repo_id,
             folder_path=folder,
             allow_patterns=[*PUBLISHED_FILES, *(f"{part}/*" for part in parts)],
-            ignore_patterns=list(_NEVER),
             commit_message=message or "Upload pipeline and timestep sampler",
         )
     )
-
-
-def _is_part(path: Path) -> bool:
-    if path.name.startswith((".", "checkpoint-")):
-        return False
-    return any((path / name).is_file() for name in ("config.json", "scheduler_config.json"))

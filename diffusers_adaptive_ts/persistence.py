@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,21 +67,15 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"The option {value!r} cannot be written as JSON.")
 
 
-class replacing:
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
     """A temporary path beside `target` that takes its place only when the block ends well."""
-
-    def __init__(self, target: Path) -> None:
-        self._target = target
-        self._temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
-
-    def __enter__(self) -> Path:
-        return self._temporary
-
-    def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
-        if error is None:
-            os.replace(self._temporary, self._target)
-        else:
-            self._temporary.unlink(missing_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        yield temporary
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def load(

@@ -39,6 +39,16 @@ CLASSES = {"kl": AutoencoderKL, "vq": VQModel}
 _CONFIG_FLAG = "--model_config_name_or_path"
 
 
+def _penalty_weights(args: argparse.Namespace, autoencoder: ModelMixin) -> tuple[float, float]:
+    """The weight that this kind of autoencoder uses; the other one's flag is an error."""
+    unused = "commitment_weight" if isinstance(autoencoder, AutoencoderKL) else "kl_weight"
+    if getattr(args, unused) is not None:
+        raise ValueError(f"--{unused} is not used by {type(autoencoder).__name__}; leave it out.")
+    return (1e-6 if args.kl_weight is None else args.kl_weight), (
+        1.0 if args.commitment_weight is None else args.commitment_weight
+    )
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     data = parser.add_argument_group("data")
@@ -53,6 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     data.add_argument("--random_flip", action="store_true", help="Mirror images at random.")
     data.add_argument("--validation_images", type=int, default=256, help="Images held out to measure the PSNR on.")
     data.add_argument("--train_batch_size", type=int, default=32, help="Images per process and step.")
+    data.add_argument("--keep_in_memory_bytes", type=int, default=2 << 30, help="Larger sets are decoded per batch.")
     data.add_argument("--dataloader_num_workers", type=int, default=0, help="Processes that decode images.")
 
     model = parser.add_argument_group("model")
@@ -76,8 +87,8 @@ def make_parser() -> argparse.ArgumentParser:
     training.add_argument("--lr_scheduler", default="cosine", help="A name that diffusers.optimization takes.")
     training.add_argument("--lr_warmup_steps", type=int, default=100)
     training.add_argument("--max_grad_norm", type=float, default=1.0, help="Gradients are clipped to this norm.")
-    training.add_argument("--kl_weight", type=float, default=1e-6, help="Weight of the KL divergence (kl).")
-    training.add_argument("--commitment_weight", type=float, default=1.0, help="Weight of the codebook loss (vq).")
+    training.add_argument("--kl_weight", type=float, help="Weight of the KL divergence (kl; unset: 1e-6).")
+    training.add_argument("--commitment_weight", type=float, help="Weight of the codebook loss (vq; unset: 1).")
     training.add_argument("--mixed_precision", default="no", choices=["no", "fp16", "bf16"])
     training.add_argument("--seed", type=int, default=0, help="Makes the run repeatable.")
     return parser
@@ -149,7 +160,7 @@ def train(args: argparse.Namespace, accelerator: Accelerator, data: ImageData) -
     if isinstance(autoencoder, VQModel):
         first = data.train.batch(list(range(min(len(data.train), 64))))["images"]
         start_codebook(autoencoder, first, torch.Generator().manual_seed(args.seed))
-    objective = ReconstructionLoss(autoencoder, args.kl_weight, args.commitment_weight)
+    objective = ReconstructionLoss(autoencoder, *_penalty_weights(args, autoencoder))
     optimizer = torch.optim.AdamW(objective.parameters(), lr=args.learning_rate, weight_decay=0.0)
     lr_scheduler = get_scheduler(
         args.lr_scheduler,

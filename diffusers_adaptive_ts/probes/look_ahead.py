@@ -13,7 +13,7 @@ from ..objective import DiffusionObjective
 from ..registry import Registry
 from .forward import ProbeBatch, noise_like, squared_errors, undisturbed
 from .queue import DeltaQueue
-from .selection import Selector, f_statistic_selector, stratified_timesteps
+from .selection import SELECTORS, Selector, stratified_timesteps
 
 ESTIMATORS = Registry("estimator")
 
@@ -56,6 +56,7 @@ class LookAhead:
         noise: `common` before and after the step, or `fresh` as a comparison (the paper's text is silent).
         reward_reduction: `sum` over S as the authors' code, or `mean` as the paper's Eq. 14.
         probe_batch_size: samples per forward; `None` is the batch's own size.
+        selector: name in `SELECTORS` of the feature selection that chooses S.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class LookAhead:
         noise: str = "common",
         reward_reduction: str = "sum",
         probe_batch_size: int | None = None,
-        selector: Selector = f_statistic_selector,
+        selector: str = "f_statistic",
     ) -> None:
         total = objective.num_train_timesteps
         if not 1 <= num_selected <= total:
@@ -85,7 +86,7 @@ class LookAhead:
         self._noise = noise
         self._reduction = reward_reduction
         self._chunk = probe_batch_size
-        self._selector = selector
+        self._selector: Selector = SELECTORS[selector]
         self.queue = DeltaQueue(queue_size, total)
         self.selected = stratified_timesteps(total, num_selected)
         self._event: _Event | None = None
@@ -103,8 +104,13 @@ class LookAhead:
         sweep = math.ceil(math.ceil(self._objective.num_train_timesteps / ranks.world_size()) / chunk)
         return 2 * (sweep + math.ceil(len(self.selected) * batch_size / chunk))
 
-    def begin(self, model: torch.nn.Module, batch: ProbeBatch, shared: torch.Generator, own: torch.Generator) -> None:
-        """Look before the step. `shared` must give the same numbers on all ranks."""
+    def begin(
+        self, model: torch.nn.Module, batch: ProbeBatch, shared: torch.Generator, own: torch.Generator, ema: Any = None
+    ) -> None:
+        """Look before the step. `shared` must give the same numbers on all ranks.
+
+        The raw weights are measured; `ema` is for estimators that look at averaged ones.
+        """
         chosen = torch.randint(len(batch), (1,), generator=shared)
         swept = batch.select(chosen)
         swept = ProbeBatch(ranks.from_first(swept.x0), ranks.from_first(swept.conditioning))
@@ -113,7 +119,9 @@ class LookAhead:
         before = self._look(model, batch, swept, seeds, timesteps)
         self._event = _Event(batch, swept, seeds, timesteps, before)
 
-    def finish(self, model: torch.nn.Module, shared: torch.Generator, own: torch.Generator) -> Credit | None:
+    def finish(
+        self, model: torch.nn.Module, shared: torch.Generator, own: torch.Generator, ema: Any = None
+    ) -> Credit | None:
         """Look after the step, choose the next S; `None` when a loss was not finite."""
         event, self._event = self._event, None
         seeds = event.seeds if self._noise == "common" else (_seed(shared), _seed(own))

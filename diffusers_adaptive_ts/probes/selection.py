@@ -9,10 +9,14 @@ import numpy as np
 import torch
 from sklearn.feature_selection import f_regression
 
-# From `(n, T)` loss changes and a count to that many timesteps.
+from ..registry import Registry
+
+# From `(n, T)` loss changes and a count to that many timesteps; register one of your own by name.
 Selector = Callable[[torch.Tensor, int], torch.Tensor]
+SELECTORS = Registry("selector")
 
 
+@SELECTORS.register("f_statistic")
 def f_statistic_selector(rows: torch.Tensor, count: int) -> torch.Tensor:
     """`(count,)` timesteps, ascending, whose changes best explain the row means by the F-statistic of a regression.
 

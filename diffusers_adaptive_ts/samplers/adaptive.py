@@ -41,7 +41,8 @@ class AdaptiveTimestepSampler(TimestepSampler):
         scheduler: the `DDPMScheduler` to wrap.
         in_channels: channels of x0; `None` takes them from the first batch.
         estimator: what is measured; `paper` is Algorithm 2.
-        estimator_options: for `paper`: `queue_size`, `num_selected`, `noise`, `reward_reduction`, `probe_batch_size`.
+        estimator_options: for `paper`: `queue_size`, `num_selected`, `noise`, `reward_reduction`,
+            `probe_batch_size`, `selector`.
         policy: `beta` (the paper's network) or `histogram`.
         policy_options: for `beta`: `hidden_channels`, `depth`; for `histogram`: `num_bins`.
         update_every: f_S, optimizer steps between two measured ones.
@@ -107,9 +108,7 @@ class AdaptiveTimestepSampler(TimestepSampler):
             raise ValueError(f"learning_rate must be above 0, got {learning_rate}.")
         if max_divergence is not None and not max_divergence > 0:
             raise ValueError(f"max_divergence must be above 0 or None, got {max_divergence}.")
-        ESTIMATORS.check_options(
-            estimator, estimator_options or {}, _options_of(ESTIMATORS[estimator], "objective", "selector")
-        )
+        ESTIMATORS.check_options(estimator, estimator_options or {}, _options_of(ESTIMATORS[estimator], "objective"))
         POLICIES.check_options(policy, policy_options or {}, _options_of(POLICIES[policy], "in_channels"))
         options = {
             "in_channels": in_channels,
@@ -236,12 +235,12 @@ class AdaptiveTimestepSampler(TimestepSampler):
             self._drop_event("x0 has NaN or infinite values")
             return
         self._measured_u, self._measured_x0 = self._drawn, x0
-        self.estimator.begin(model, ProbeBatch(x0, conditioning), self.draws.shared, self.draws.own)
+        self.estimator.begin(model, ProbeBatch(x0, conditioning), self.draws.shared, self.draws.own, ema)
 
     def _after_step(self, model: torch.nn.Module, ema: Any) -> None:
         if not self.estimator.is_measuring:
             return
-        credit = self.estimator.finish(model, self.draws.shared, self.draws.own)
+        credit = self.estimator.finish(model, self.draws.shared, self.draws.own, ema)
         if credit is None:
             self._drop_event("a probe loss is NaN or infinite")
         else:

@@ -8,6 +8,8 @@ from .. import ranks
 
 # Far apart, so that neighbouring seeds on neighbouring ranks do not meet.
 _RANK_STRIDE = 1_000_003
+# Beyond every rank, so that no rank's own numbers are the shared ones.
+_SHARED_STRIDE = _RANK_STRIDE * 2**24
 
 
 class Draws:
@@ -43,7 +45,7 @@ class Draws:
         if self._own is None:
             seed = int(ranks.from_first(torch.tensor(self._seed)))
             self._own = torch.Generator().manual_seed(seed + _RANK_STRIDE * ranks.rank())
-            self._shared = torch.Generator().manual_seed(seed)
+            self._shared = torch.Generator().manual_seed(seed + _SHARED_STRIDE)
 
     def uniforms(self, count: int, stratified: bool = False) -> torch.Tensor:
         """`(count,)` float64 numbers in [0, 1); stratified: one in each of `count * ranks` equal cells, shuffled."""

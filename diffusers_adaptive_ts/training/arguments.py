@@ -15,6 +15,39 @@ from ..samplers import list_samplers
 from ..weightings import list_weightings
 
 
+def positive_int(text: str) -> int:
+    """A whole number of at least 1."""
+    return _at_least(int(text), 1)
+
+
+def whole_number(text: str) -> int:
+    """A whole number of at least 0."""
+    return _at_least(int(text), 0)
+
+
+def positive_float(text: str) -> float:
+    """A number above 0."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{value} is not above 0")
+    return value
+
+
+_WANTED = {
+    int: "a whole number",
+    float: "a number",
+    positive_int: "a whole number of at least 1",
+    whole_number: "a whole number of at least 0",
+    positive_float: "a number above 0",
+}
+
+
+def _at_least(value: int, least: int) -> int:
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value} is below {least}")
+    return value
+
+
 def add_sampler_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("timestep sampler")
     group.add_argument(
@@ -41,23 +74,36 @@ def add_sampler_options(parser: argparse.ArgumentParser) -> None:
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
     group.add_argument(
-        "--seed", type=int, default=None, help="Makes the run repeatable; unset takes a random one, which is logged."
+        "--seed",
+        type=whole_number,
+        default=None,
+        help="Makes the run repeatable; unset takes a random one, which is logged.",
     )
     group.add_argument(
-        "--max_train_steps", type=int, default=None, help="Optimizer steps; overrides the number of epochs."
+        "--max_train_steps", type=positive_int, default=None, help="Optimizer steps; overrides the number of epochs."
     )
-    group.add_argument("--max_grad_norm", type=float, default=1.0, help="Gradients are clipped to this norm.")
+    group.add_argument("--max_grad_norm", type=positive_float, default=1.0, help="Gradients are clipped to this norm.")
     group.add_argument(
         "--gradient_checkpointing", action="store_true", help="Trade compute for memory in the backward pass."
     )
     group.add_argument(
         "--validation_steps",
-        type=int,
+        type=whole_number,
         default=500,
         help="Steps between two stable validation losses; 0: none, and no images are held out.",
     )
-    group.add_argument("--validation_images", type=int, default=256, help="Images held out for the validation loss.")
-    group.add_argument("--logging_steps", type=int, default=10, help="Steps between two rows of the training log.")
+    group.add_argument(
+        "--validation_images", type=whole_number, default=256, help="Images held out for the validation loss."
+    )
+    group.add_argument(
+        "--logging_steps", type=positive_int, default=10, help="Steps between two rows of the training log."
+    )
+    group.add_argument(
+        "--keep_in_memory_bytes",
+        type=whole_number,
+        default=2 << 30,
+        help="Images are decoded once and kept when they take no more than this; otherwise for every batch.",
+    )
     group.add_argument("--streaming", action="store_true", help="Read the data set as a stream instead of loading it.")
     group.add_argument(
         "--config",
@@ -78,8 +124,9 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None = None) -> arg
     if local_rank != -1:
         args.local_rank = local_rank
     try:
-        args.sampler_options = parse_key_values(args.sampler_options)
-        args.weighting_options = parse_key_values(args.weighting_options)
+        for name in ("sampler_options", "weighting_options"):
+            given = getattr(args, name)  # a mapping when it comes from the file
+            setattr(args, name, given if isinstance(given, dict) else parse_key_values(given))
     except ValueError as error:
         parser.error(str(error))
     return args
@@ -103,26 +150,20 @@ def _read_config(parser: argparse.ArgumentParser, path: str) -> dict[str, Any]:
         if key not in actions or key in ("config", "help"):
             parser.error(f"--config {path}: unknown option {key!r}.{did_you_mean(key, actions)}")
         action = actions[key]
-        if action.nargs == "*" and isinstance(value, dict):
-            values[key] = [f"{name}={_word(item)}" for name, item in value.items()]
+        if action.nargs == "*":
+            if not isinstance(value, dict):
+                parser.error(f"--config {path}: {key} must be a mapping of options to values, got {value!r}.")
         elif isinstance(action.const, bool) or isinstance(action, argparse.BooleanOptionalAction):
             if not isinstance(value, bool):
                 parser.error(f"--config {path}: {key} must be true or false, got {value!r}.")
         elif action.type is not None and value is not None:
             try:
                 values[key] = action.type(value)
-            except (TypeError, ValueError):
-                parser.error(f"--config {path}: {key} must be a {action.type.__name__}, got {value!r}.")
+            except (TypeError, ValueError, argparse.ArgumentTypeError):
+                wanted = _WANTED.get(action.type, action.type.__name__)
+                parser.error(f"--config {path}: {key} must be {wanted}, got {value!r}.")
         if action.choices is not None and value not in action.choices:
             parser.error(
                 f"--config {path}: {key} must be one of {', '.join(map(str, action.choices))}, got {value!r}."
             )
     return values
-
-
-def _word(value: Any) -> str:
-    return (
-        {True: "true", False: "false", None: "null"}.get(value, str(value))
-        if not isinstance(value, list)
-        else ",".join(map(str, value))
-    )

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 
 from ..evaluation.validation import StableValidation
-from ..hub import publish
+from ..hub import ensure_repository
+from ..samplers import TimestepSampler
 from . import setup
-from .checkpoints import find_checkpoint
+from .checkpoints import find_checkpoint, set_aside_newer
 from .families import Family
+from .heap import keep_freed_memory
 from .log import TrainingLog
+from .output_folder import check_space, clear_folder
+from .run import Run, facts, shown_command
 from .run_state import load_run, saved_seed
 from .stream import make_stream
 
@@ -26,11 +28,13 @@ logger = get_logger(__name__)
 
 def build_run(
     args: argparse.Namespace, accelerator: Accelerator, family: Family, folder: Path
-) -> tuple[setup.Run, torch.Tensor | None]:
-    """Everything the loop needs, resumed where that was asked for; the loss window of the checkpoint comes with it."""
+) -> tuple[Run, torch.Tensor | None]:
+    """Everything the loop needs, resumed where that was asked for; the loss window of the checkpoint comes with it.
+
+    An older run in the folder is removed last, when everything that can be wrong has been looked at.
+    """
+    keep_freed_memory(accelerator.device)
     found = find_checkpoint(folder, args.resume_from_checkpoint) if args.resume_from_checkpoint else None
-    if args.resume_from_checkpoint and found is None:
-        logger.warning("There is no checkpoint in %s yet: a new run is started.", folder)
     seed = saved_seed(found) if found is not None and args.seed is None else setup.choose_seed(args)
     # The same first weights on every rank and in every run with this seed.
     torch.manual_seed(seed)
@@ -39,16 +43,23 @@ def build_run(
         model.enable_gradient_checkpointing()
     if args.enable_xformers_memory_efficient_attention:
         model.enable_xformers_memory_efficient_attention()
-    if not args.dry_run:
-        setup.check_space(folder, model, args.use_ema)
     scheduler = family.build_scheduler()
     sampler = setup.make_run_sampler(args, scheduler, model.config.in_channels, seed)
     if not args.dry_run:
+        check_space(folder, model, args.use_ema)
+        if args.push_to_hub and accelerator.is_main_process:
+            args.hub_model_id = ensure_repository(
+                args.hub_model_id or folder.resolve().name, token=args.hub_token, private=args.hub_private_repo
+            )
         family.data = family.prepare_data(family.data, accelerator)
     stream = make_stream(
-        family.data, args.train_batch_size, seed, accelerator.process_index, accelerator.num_processes,
+        family.data,
+        args.train_batch_size,
+        seed,
+        accelerator.process_index,
+        accelerator.num_processes,
         args.dataloader_num_workers,
-    )  # fmt: skip
+    )
     for note in [*family.data.notes, *family.notes]:
         logger.info(note)
     max_train_steps, steps_in_epoch = setup.count_steps(args, stream.steps_in_epoch)
@@ -58,7 +69,7 @@ def build_run(
     model, optimizer = accelerator.prepare(model, optimizer)
     if ema is not None:
         ema.to(accelerator.device)
-    run = setup.Run(
+    run = Run(
         args=args,
         accelerator=accelerator,
         family=family,
@@ -70,7 +81,7 @@ def build_run(
         lr_scheduler=lr_scheduler,
         stream=stream,
         validation=None if args.dry_run else _validation(args, family, sampler),
-        log=TrainingLog(folder, enabled=accelerator.is_main_process and not args.dry_run),
+        log=_open_log(args, accelerator, folder, fresh=found is None),
         folder=folder,
         seed=seed,
         max_train_steps=max_train_steps,
@@ -79,12 +90,25 @@ def build_run(
     window = None
     if found is not None:
         window = load_run(run, found)
+        if accelerator.is_main_process:
+            set_aside_newer(folder, run.step)
         logger.info("Resumed from %s at step %d of %d.", found.name, run.step, max_train_steps)
-    run.log.write("run", **setup.facts(run, setup.shown_command()), **({"resumed": True} if found else {}))
+    elif args.resume_from_checkpoint:
+        logger.warning("There is no checkpoint in %s yet: a new run is started.", folder)
+    run.log.write("run", **facts(run, shown_command()), **({"resumed": True} if found else {}))
     return run, window
 
 
-def _validation(args: argparse.Namespace, family: Family, sampler: Any) -> StableValidation | None:
+def _open_log(args: argparse.Namespace, accelerator: Accelerator, folder: Path, fresh: bool) -> TrainingLog:
+    if args.dry_run or not accelerator.is_main_process:
+        return TrainingLog(folder, enabled=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    if fresh:
+        clear_folder(folder)
+    return TrainingLog(folder)
+
+
+def _validation(args: argparse.Namespace, family: Family, sampler: TimestepSampler) -> StableValidation | None:
     rows = family.data.validation
     if not args.validation_steps or rows is None:
         return None
@@ -95,50 +119,6 @@ def _validation(args: argparse.Namespace, family: Family, sampler: Any) -> Stabl
         family.conditioning(batch, None, torch.device("cpu")),
         batch_size=args.train_batch_size,
     )
-
-
-def describe(run: setup.Run) -> str:
-    """What `--dry_run` prints: the resolved options, the size of the model and of the run, the sampler's cost."""
-    facts = setup.facts(run, setup.shown_command())
-    overhead = run.sampler.expected_overhead(run.args.train_batch_size)
-    lines = [
-        json.dumps(facts["arguments"], indent=1, sort_keys=True),
-        f"model: {run.family.name}, {type(run.bare_model).__name__}, {facts['parameters']:,} parameters",
-        f"data: {facts['data']}, {facts['images']} images for training",
-        f"steps: {run.max_train_steps}, effective batch {facts['effective_batch']}, seed {run.seed}",
-        f"sampler: {run.sampler.name}, weighting {run.sampler.weighting.name}",
-        f"expected overhead of the sampler: {100 * overhead:.1f} % of a training step, counted in forward passes",
-    ]
-    return "\n".join(lines)
-
-
-def finish(run: setup.Run) -> None:
-    """Push where that was asked for, and say where everything is."""
-    args, folder = run.args, run.folder
-    if run.accelerator.is_main_process:
-        lines = [
-            f"The pipeline is in {folder}, the sampler in {folder / 'timestep_sampler'}.",
-            f"Look at {folder / 'samples.png'} and {folder / 'report.html'}. Generate with:",
-            "",
-            run.family.how_to_generate(folder),
-        ]
-        if args.push_to_hub:
-            lines.insert(1, _push(run))
-        print("\n".join(lines))
-    run.accelerator.end_training()
-    run.log.close()
-
-
-def _push(run: setup.Run) -> str:
-    """A refused upload loses nothing: the pipeline is on disk, and the message says so."""
-    args = run.args
-    try:
-        url = publish(run.folder, args.hub_model_id, token=args.hub_token, private=args.hub_private_repo)
-        return f"Pushed to {url}."
-    except Exception as error:  # the Hub's client raises errors of many kinds
-        return (
-            f"The upload failed ({type(error).__name__}: {error}). Everything is kept in {run.folder}; push it again."
-        )
 
 
 def start_logging() -> None:

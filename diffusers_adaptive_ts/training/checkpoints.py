@@ -92,11 +92,17 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def find_checkpoint(folder: Path, asked: str) -> Path | None:
     """The checkpoint to resume from: `latest` is the newest that is whole; `None` when there is none yet."""
     if asked == "latest":
-        for path in reversed(list_checkpoints(folder)):
+        there = list_checkpoints(folder)
+        for path in reversed(there):
             problem = damage(path)
             if problem is None:
                 return path
-            warnings.warn(f"{path.name} is passed over: {problem}. The checkpoint before it is used.", stacklevel=2)
+            warnings.warn(f"{path.name} is passed over: {problem}.", stacklevel=2)
+        if there:
+            raise ValueError(
+                f"None of the checkpoints in {folder} is whole; the newest: {damage(there[-1])}. "
+                "Put the file back, or start anew with --overwrite_output_dir."
+            )
         return None
     path = Path(asked) if Path(asked).is_dir() else folder / Path(asked).name
     if not path.is_dir():
@@ -106,6 +112,15 @@ def find_checkpoint(folder: Path, asked: str) -> Path | None:
     if problem is not None:
         raise ValueError(f"{path} is damaged: {problem}. Use another one, or --resume_from_checkpoint latest.")
     return path
+
+
+def set_aside_newer(folder: Path, step: int) -> None:
+    """Rename checkpoints of steps that are about to be done again; nothing is removed."""
+    for path in list_checkpoints(folder):
+        if int(_NAME.fullmatch(path.name)[1]) > step:
+            aside = path.with_name(f"superseded-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(path, aside)
 
 
 def remove_oldest(folder: Path, keep: int | None) -> None:

@@ -204,6 +204,11 @@ class Family:
 
     def refuse_labels(self) -> None:
         """Their pipelines cannot pass labels on, so a model trained with them could not be used."""
+        if self.args.label_dropout is not None:
+            raise ValueError(
+                f"--label_dropout {self.args.label_dropout} is for class labels, which --model_family {self.name} "
+                "does not take. Use --model_family dit, or leave --label_dropout out."
+            )
         if self.args.class_labels is not None:
             raise ValueError(
                 f"--class_labels {self.args.class_labels} cannot be used with --model_family {self.name}: its "

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # DiTPipeline asks for this class when it wants no class; so there can be no more classes than this.
 NULL_CLASS = 1000
 _AUTOENCODERS = ("AutoencoderKL",)
+_LABEL_DROPOUT = 0.1
 
 
 class DiTFamily(Family):
@@ -117,6 +118,8 @@ def _check_labels(args: argparse.Namespace, data: ImageData) -> dict[int, str]:
             "--model_family dit trains on classes: give --class_labels with the name of the column that holds them. "
             "For data without classes use --model_family ldm."
         )
+    if args.label_dropout is None:
+        args.label_dropout = _LABEL_DROPOUT
     if not 0 <= args.label_dropout < 1:
         raise ValueError(f"--label_dropout must be at least 0 and below 1, got {args.label_dropout}.")
     labels = {int(key): str(label) for key, label in data.id2label.items()}

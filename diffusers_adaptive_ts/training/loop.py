@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from accelerate.utils import tqdm
@@ -12,8 +12,8 @@ from accelerate.utils import tqdm
 from .checkpoints import remove_oldest, write_checkpoint
 from .outputs import Outputs
 from .randomness import derived_seed, generator
+from .run import Run
 from .run_state import save_run
-from .setup import Run
 
 
 def train(run: Run, outputs: Outputs, loss_window: torch.Tensor | None = None) -> None:
@@ -111,13 +111,15 @@ def _mean_loss(run: Run, window: torch.Tensor) -> float:
 
 def _epoch_ends(run: Run, every: int) -> bool:
     """Whether this step ends an epoch that `every` asks for: the first, then every so many, as upstream."""
-    if not run.steps_in_epoch or run.step % run.steps_in_epoch:
+    if run.steps_in_epoch is None:  # a stream has no epochs that could be counted
+        return run.step % run.args.checkpointing_steps == 0
+    if run.step % run.steps_in_epoch:
         return False
     return (run.step // run.steps_in_epoch - 1) % every == 0
 
 
 def _density_every(run: Run) -> int:
-    return max(1, run.max_train_steps // 100)
+    return max(run.args.logging_steps, run.max_train_steps // 100)
 
 
 class _Clock:
@@ -144,16 +146,9 @@ class _Clock:
         self._sampler_seconds = self._run.sampler.seconds
         return rates
 
-    def paused(self) -> Any:
-        return _Pause(self)
-
-
-class _Pause:
-    def __init__(self, clock: _Clock) -> None:
-        self._clock = clock
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: Any) -> None:
-        self._clock._idle += time.perf_counter() - self._start
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is not training and does not count in the rates."""
+        start = time.perf_counter()
+        yield
+        self._idle += time.perf_counter() - start

@@ -19,7 +19,7 @@ from PIL import Image, ImageOps
 from ..samplers.bins import time_bins
 from .averaged import averaged_weights
 from .report import write_report
-from .setup import Run
+from .run import Run
 
 logger = get_logger(__name__)
 

@@ -12,9 +12,15 @@ from safetensors.torch import save_file
 
 from ..persistence import config_of, read_tensors
 from .checkpoints import load_optimizer, save_optimizer
-from .setup import Run
+from .run import Run
 
 STATE_NAME = "run_state.json"
+# Options that a checkpoint would override or that would make another run of it. The length of a run may change.
+_SAME_OPTIONS = (
+    "train_batch_size", "gradient_accumulation_steps", "learning_rate", "lr_scheduler", "lr_warmup_steps",
+    "adam_beta1", "adam_beta2", "adam_weight_decay", "adam_epsilon", "max_grad_norm", "mixed_precision",
+    "use_ema", "ema_inv_gamma", "ema_power", "ema_max_decay", "label_dropout", "random_flip", "center_crop",
+)  # fmt: skip
 
 
 def identity(run: Run) -> dict[str, Any]:
@@ -26,13 +32,11 @@ def identity(run: Run) -> dict[str, Any]:
         "model configuration": json.loads(json.dumps(config, default=str)),
         "timestep sampler": sampler["sampler"],
         "sampler options": {k: v for k, v in sampler["options"].items() if k != "seed"},
-        "number of timesteps": run.scheduler.config.num_train_timesteps,
-        "beta schedule": run.scheduler.config.beta_schedule,
-        "prediction type": run.scheduler.config.prediction_type,
+        **{f"scheduler's {key}": value for key, value in sampler["scheduler"].items() if not key.startswith("_")},
         "processes": run.accelerator.num_processes,
-        "batch": [run.args.train_batch_size, run.args.gradient_accumulation_steps],
         "data": run.family.data.fingerprint,
-        "EMA": run.ema is not None,
+        "seed": run.seed,
+        **{f"--{name}": getattr(run.args, name) for name in _SAME_OPTIONS if hasattr(run.args, name)},
     }
 
 
@@ -79,7 +83,8 @@ def load_run(run: Run, folder: Path) -> torch.Tensor:
     rank = run.accelerator.process_index
     run.sampler.load_state_dict(read_tensors(folder / f"sampler-rank-{rank}.safetensors"))
     run.step, run.minutes_before = state["step"], state["minutes"]
-    run.log.cut_back(state["log_position"])
+    if folder.resolve().parent == run.folder.resolve():  # a checkpoint from elsewhere has its log there
+        run.log.cut_back(state["log_position"])
     return read_tensors(folder / f"window-rank-{rank}.safetensors")["loss_window"]
 
 

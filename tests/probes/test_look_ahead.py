@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from diffusers_adaptive_ts import DiffusionObjective
-from diffusers_adaptive_ts.probes import LookAhead, ProbeBatch, make_estimator, noise_like, stratified_timesteps
+from diffusers_adaptive_ts.probes import (
+    SELECTORS,
+    LookAhead,
+    ProbeBatch,
+    make_estimator,
+    noise_like,
+    stratified_timesteps,
+)
 
 
 def bound_in_bits(model, scheduler, x0, noise, timestep, **conditioning):
@@ -149,7 +156,7 @@ def test_fresh_noise_gives_other_and_larger_changes(model, scheduler, x0):
     assert fresh.std() > common.std()
 
 
-def test_s_is_stratified_until_three_rows_and_then_one_event_late(model, scheduler, x0):
+def test_s_is_stratified_until_three_rows_and_then_one_event_late(model, scheduler, x0, monkeypatch):
     offered = []
 
     def last_ones(rows, count):
@@ -157,7 +164,8 @@ def test_s_is_stratified_until_three_rows_and_then_one_event_late(model, schedul
         return torch.arange(count) + len(rows)
 
     seen = inputs_of(model)
-    loop = Loop(model, scheduler, x0, selector=last_ones)
+    monkeypatch.setitem(SELECTORS._entries, "last_ones", last_ones)
+    loop = Loop(model, scheduler, x0, selector="last_ones")
     used = []
     for _ in range(5):
         seen.clear()

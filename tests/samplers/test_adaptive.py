@@ -1,6 +1,5 @@
 """The adaptive sampler's policy update, draws and options."""
 
-
 import numpy as np
 import pytest
 import torch
@@ -209,7 +208,7 @@ class TestOptions:
                 {"estimator_options": {"que_size": 5}},
                 "The estimator 'paper' has no option 'que_size'. Did you mean 'queue_size'.* It takes: queue_size,",
             ),
-            ({"estimator_options": {"selector": print}}, "has no option 'selector'"),
+            ({"estimator_options": {"selector": "f_statistics"}}, "Did you mean 'f_statistic'"),
             ({"estimator_options": {"objective": 1}}, "has no option 'objective'"),
             (
                 {"policy_options": {"hidden_chanels": 5}},

@@ -128,8 +128,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_one_before_is_used(script):
     ("changed", "said"),
     [
         ({"timestep_sampler": "beta"}, "timestep sampler"),
-        ({"ddpm_num_steps": 60}, "number of timesteps"),
-        ({"prediction_type": "v_prediction"}, "prediction type"),
+        ({"learning_rate": 5e-4}, "--learning_rate"),
+        ({"ddpm_num_steps": 60}, "num_train_timesteps"),
+        ({"prediction_type": "v_prediction"}, "prediction_type"),
     ],
 )
 def test_resuming_another_run_is_an_error_that_says_what_differs(script, changed, said):

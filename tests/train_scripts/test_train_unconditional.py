@@ -14,7 +14,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from diffusers_adaptive_ts import TimestepSampler
-from diffusers_adaptive_ts.training import setup
+from diffusers_adaptive_ts.training import output_folder
 from tests.loopback_hub import TOKEN, USER, LoopbackHub
 
 from .conftest import Script
@@ -161,17 +161,15 @@ class TestWhatARunLeaves:
 
 
 @pytest.mark.slow
-def test_validation_numbers_do_not_depend_on_sampler_or_seed(script):
+def test_validation_numbers_do_not_depend_on_the_sampler(script):
+    """The same first weights: step 0's losses of two samplers are equal to the last bit."""
     losses = []
-    for name, seed in (("uniform", 0), ("speed", 1)):
-        options = ["version=v2"] if name == "speed" else []
-        words = script.words(name, timestep_sampler=name, sampler_options=options, seed=seed, max_train_steps=1)
-        script.run(words)
+    for name in ("uniform", "laplace"):
+        script.run(script.words(name, timestep_sampler=name, max_train_steps=1))
         rows = map(json.loads, (script.folder / name / "training_log.jsonl").read_text().splitlines())
-        losses.append(next(row for row in rows if row["kind"] == "validation"))
-    # Other seeds give other first weights, so only the ranges and the timesteps can be compared bit for bit.
-    assert [(r["from"], r["to"]) for r in losses[0]["ranges"]] == [(r["from"], r["to"]) for r in losses[1]["ranges"]]
-    assert losses[0]["simple"] == pytest.approx(losses[1]["simple"], rel=0.3)
+        row = next(row for row in rows if row["kind"] == "validation")
+        losses.append({key: value for key, value in row.items() if key != "minutes"})
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.slow
@@ -216,6 +214,10 @@ def test_a_dry_run_describes_the_run_and_writes_nothing(script):
         ({"train_data_dir": "no/such/folder"}, "no/such/folder"),
         ({"timestep_sampler": "adaptiv"}, "Did you mean 'adaptive'"),
         ({"loss_weighting": "minsnr"}, "Did you mean 'min_snr'"),
+        ({"sampler_options": ["seed=3"]}, "--seed"),
+        ({"sampler_options": ["weighting=min_snr"]}, "--loss_weighting"),
+        ({"label_dropout": 0.2}, "--label_dropout"),
+        ({"overwrite_output_dir": True, "resume_from_checkpoint": "latest"}, "--overwrite_output_dir"),
         ({"sampler_options": ["speed=3"]}, "has no option 'speed'"),
         ({"weighting_options": ["gamma=3"]}, "--loss_weighting"),
         ({"resolution": 9}, "9"),
@@ -249,7 +251,7 @@ def test_too_little_space_is_said_before_the_first_step(script, tmp_path):
     small = type("Huge", (), {"numel": lambda self: 2**60, "element_size": lambda self: 4})()
     model = type("Model", (), {"parameters": lambda self: [small]})()
     with pytest.raises(ValueError, match="MiB are free"):
-        setup.check_space(tmp_path / "not" / "there", model, use_ema=True)
+        output_folder.check_space(tmp_path / "not" / "there", model, use_ema=True)
 
 
 @pytest.mark.slow
@@ -272,13 +274,22 @@ def test_push_puts_the_pipeline_on_the_hub_privately_and_nothing_else(script):
 
 
 @pytest.mark.slow
-def test_a_refused_push_loses_nothing_and_says_so(script):
+def test_a_token_that_is_refused_is_found_before_the_first_step(script):
     with LoopbackHub() as hub:
         words = script.words("run", max_train_steps=3, push_to_hub=True, hub_model_id=f"{USER}/digits")
         environment = {**script.environment(), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
         command = script.command([*words, "--hub_token", "hf_wrong"])
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0
-    assert "The upload failed" in done.stdout
+    assert done.returncode != 0
+    assert "cannot be used on the Hub" in done.stderr
     assert "hf_wrong" not in done.stdout + done.stderr
-    assert (script.folder / "run" / "model_index.json").is_file()
+    assert not (script.folder / "run" / "training_log.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_overwriting_removes_nothing_when_an_option_is_wrong(script):
+    script.run(script.words("run", max_train_steps=3))
+    wrong = script.words("run", timestep_sampler="adaptiv", overwrite_output_dir=True)
+    assert script.run(wrong, check=False).returncode != 0
+    assert (script.folder / "run" / "checkpoint-3" / "manifest.json").is_file()
+    assert (script.folder / "run" / "unet").is_dir()

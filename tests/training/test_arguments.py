@@ -37,6 +37,13 @@ def test_the_file_gives_values_and_flags_win(parser, tmp_path):
     assert args.sampler_options == {"a": 0.5, "stratified": True}
 
 
+def test_values_in_the_file_keep_their_type(parser, tmp_path):
+    text = "sampler_options: {update_every: 1, floor: 0, stratified: true, estimator_options: {noise: fresh}}\n"
+    given = parse(parser, ["--config", write(tmp_path, text)]).sampler_options
+    assert given == {"update_every": 1, "floor": 0, "stratified": True, "estimator_options": {"noise": "fresh"}}
+    assert type(given["update_every"]) is int
+
+
 def test_key_value_options_are_parsed(parser):
     args = parse(parser, ["--sampler_options", "version=v2", "k=3", "duals=false"])
     assert args.sampler_options == {"version": "v2", "k": 3, "duals": False}
@@ -46,7 +53,9 @@ def test_key_value_options_are_parsed(parser):
     ("text", "said"),
     [
         ("learning_rat: 1\n", "Did you mean 'learning_rate'"),
-        ("learning_rate: fast\n", "must be a float"),
+        ("learning_rate: fast\n", "must be a number"),
+        ("max_train_steps: 0\n", "must be a whole number of at least 1"),
+        ("sampler_options: fast\n", "must be a mapping"),
         ("use_ema: 3\n", "must be true or false"),
         ("logger: paper\n", "must be one of none, tensorboard"),
         ("- a\n- b\n", "must hold"),
@@ -59,7 +68,16 @@ def test_a_bad_file_is_an_error_that_names_the_key(parser, tmp_path, capsys, tex
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--config", "missing.yaml"], ["--nonsense"], ["--sampler_options", "word"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--config", "missing.yaml"],
+        ["--nonsense"],
+        ["--sampler_options", "word"],
+        ["--logging_steps", "0"],
+        ["--max_grad_norm", "0"],
+    ],
+)
 def test_bad_flags_are_errors(parser, argv):
     with pytest.raises(SystemExit):
         parse(parser, argv)

@@ -108,3 +108,20 @@ def test_an_optimizer_goes_on_bit_for_bit(tmp_path, make):
 def test_the_manifest_lists_every_file(tmp_path):
     path = write(tmp_path, 1)
     assert set(json.loads((path / "manifest.json").read_text())) == {"b.txt", "unet/a.txt"}
+
+
+def test_when_no_checkpoint_is_whole_nothing_is_started_over(tmp_path):
+    (write(tmp_path, 5) / "b.txt").unlink()
+    with (
+        pytest.warns(UserWarning, match="checkpoint-5 is passed over"),
+        pytest.raises(ValueError, match=r"None of the checkpoints .* b.txt is missing"),
+    ):
+        checkpoints.find_checkpoint(tmp_path, "latest")
+
+
+def test_checkpoints_of_steps_done_again_are_set_aside_not_removed(tmp_path):
+    for step in (5, 10, 15):
+        write(tmp_path, step)
+    checkpoints.set_aside_newer(tmp_path, 5)
+    assert [p.name for p in checkpoints.list_checkpoints(tmp_path)] == ["checkpoint-5"]
+    assert (tmp_path / "superseded-checkpoint-15" / "b.txt").is_file()

@@ -74,7 +74,7 @@ def make_args(folder: Path, **changes: Any) -> argparse.Namespace:
         "cache_latents": None,
         "cache_dir": None,
         "class_labels": None,
-        "label_dropout": 0.1,
+        "label_dropout": None,
         "random_flip": False,
         "dry_run": False,
         "output_dir": str(folder / "out"),
