@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP)  ## train on digits with the adaptive sampler (about 4 minutes): pipeline, pictures, report in demo/
+demo: $(STAMP)  ## train on digits with the adaptive sampler: pipeline, pictures, report in demo/
 	$(BIN)/accelerate launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	    train_scripts/train_unconditional.py --config examples/digits.yaml --output_dir demo --overwrite_output_dir
 	$(BIN)/python examples/recognise_digits.py demo

@@ -324,4 +324,8 @@ def make_sampler(name: str, scheduler: Any, **options: Any) -> TimestepSampler:
     """
     cls = _SAMPLERS[name]
     _SAMPLERS.check_options(name, options, sampler_options(name))
-    return cls(scheduler, **options)
+    try:
+        return cls(scheduler, **options)
+    except TypeError as error:
+        given = ", ".join(f"{option}={value}" for option, value in options.items())
+        raise ValueError(f"The sampler {name!r} cannot be built with {given}: {error}.") from error
