@@ -93,7 +93,7 @@ def load_image_data(args: argparse.Namespace) -> ImageData:
         id2label=id2label,
         name=name,
         fingerprint=_fingerprint(content, column, options.class_labels, id2label, preparation),
-        notes=[_memory_note(rows, options), *_mode_notes(rows.modes, preparation, rows.in_memory), *notes],
+        notes=[_memory_note(rows, options), *_mode_notes(rows.modes, preparation), *notes],
     )
 
 
@@ -111,11 +111,7 @@ def _decode(
     if held is not None:
         validation = ImageRows(held.source, _without_chance(preparation), held.labels, budget)
         budget -= validation.pixels.nbytes if validation.in_memory else 0
-    rows = ImageRows(train.source, preparation, train.labels, budget)
-    for some in (rows, validation):
-        if some is not None and preparation.grey_only and not some.in_memory:
-            some.check_modes()
-    return rows, validation
+    return ImageRows(train.source, preparation, train.labels, budget), validation
 
 
 def _without_chance(preparation: Preparation) -> Preparation:
@@ -196,8 +192,8 @@ def _memory_note(rows: ImageRows, options: DataOptions) -> str:
     )
 
 
-def _mode_notes(modes: Counter[str], preparation: Preparation, exact: bool) -> list[str]:
-    """What happens to images whose mode is not the model's."""
+def _mode_notes(modes: Counter[str], preparation: Preparation, exact: bool = True) -> list[str]:
+    """What happens to images whose mode is not the model's; numbers only where the modes of all are counted."""
     notes = []
     grey = sum(number for mode, number in modes.items() if mode in GREY_MODES)
     other = sum(modes.values()) - grey

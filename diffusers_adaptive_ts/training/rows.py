@@ -107,6 +107,10 @@ class Pixels:
 class ImageRows:
     """The images of one split, with labels where they are used.
 
+    A picture that cannot be read is an error that names it. All are read here: whole where they are kept in memory,
+    otherwise the heads of their files, which say mode and size. A head cannot tell whether all of the pixels follow
+    it, so a file that is cut off later is only found when a batch decodes it.
+
     Args:
         source: where they are read from.
         preparation: what is done to them.
@@ -122,6 +126,7 @@ class ImageRows:
         self.source, self.preparation, self.labels = source, preparation, labels
         self.modes: Counter[str] = Counter()
         self.pixels = self._decode_all(budget)
+        self._all_square = self._check_heads() if self.pixels is None else self.pixels.all_square()
 
     def __len__(self) -> int:
         return len(self.source)
@@ -152,19 +157,7 @@ class ImageRows:
 
     def crops_vary(self) -> bool:
         """Whether training sees different crops of an image: some are not square, and `center_crop` is off."""
-        if self.preparation.center_crop:
-            return False
-        if self.pixels is not None:
-            return not self.pixels.all_square()
-        square = (self.preparation.resolution, self.preparation.resolution)
-        every = heads(self.source, range(len(self)))
-        return any(resized_size(*size, self.preparation.resolution) != square for _, _, _, size in every)
-
-    def check_modes(self) -> None:
-        """For images that are not in memory: that the heads of all files suit the preparation."""
-        for index, value, mode, _ in heads(self.source, range(len(self))):
-            with naming(lambda index=index, value=value: self.source.where(index, value)):
-                self.preparation.check_mode(mode)
+        return not self.preparation.center_crop and not self._all_square
 
     def fingerprint(self) -> str:
         content = self.source.fingerprint() if self.pixels is None else self.pixels.digest()
@@ -182,6 +175,18 @@ class ImageRows:
             image = open_image(value)
             return self.preparation.stored(image), image.mode
 
+    def _check_heads(self) -> bool:
+        """Count the modes, and say whether all images are square once resized."""
+        resolution, all_square = self.preparation.resolution, True
+        with _bar(len(self), "checking") as bar:
+            for index, value, mode, size in heads(self.source, range(len(self))):
+                with naming(lambda index=index, value=value: self.source.where(index, value)):
+                    self.preparation.check_mode(mode)
+                    all_square &= resized_size(*size, resolution) == (resolution, resolution)
+                self.modes[mode] += 1
+                bar.update()
+        return all_square
+
     def _decode_all(self, budget: int) -> Pixels | None:
         count = len(self)
         if budget <= 0:
@@ -193,10 +198,9 @@ class ImageRows:
         numbers = sum(pixels.numel() for pixels, _ in probes) * count // len(probes)
         first, size = probes[0][0], probes[0][0].element_size()
         if numbers * size > budget:
-            self.modes.update(mode for _, mode in probes)
             return None
         pixels, modes = Pixels(first, count, numbers), Counter()
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool, _bar(count) as bar:
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool, _bar(count, "decoding") as bar:
             decode = pool.map if slow else map
             for start in range(0, count, _CHUNK):
                 chunk = range(start, min(start + _CHUNK, count))
@@ -205,7 +209,6 @@ class ImageRows:
                     modes[mode] += 1
                 bar.update(len(chunk))
                 if pixels.nbytes > budget:
-                    self.modes = modes
                     return None
         self.modes = modes
         return pixels
@@ -244,7 +247,7 @@ def naming(where: Callable[[], str]) -> Iterator[None]:
         raise ValueError(f"{where()} cannot be read: {error}. Replace or remove it, and start again.") from error
 
 
-def _bar(total: int) -> tqdm:
-    """A progress bar that shows itself only when decoding takes a while, on the first process of a machine."""
+def _bar(total: int, what: str) -> tqdm:
+    """A progress bar that shows itself only when the work takes a while, on the first process of a machine."""
     elsewhere = int(os.environ.get("LOCAL_RANK", 0)) > 0
-    return tqdm(total=total, desc="decoding", unit=" images", delay=2, leave=False, disable=elsewhere or None)
+    return tqdm(total=total, desc=what, unit=" images", delay=2, leave=False, disable=elsewhere or None)

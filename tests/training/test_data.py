@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,11 @@ def write_parquet(folder: Path, columns: dict[str, list], **more: dict[str, list
 
 def pictures(count: int, first: int = 0, mode: str = "RGB") -> list:
     return [make_picture(first + number, mode) for number in range(count)]
+
+
+def as_png(picture: Pictures.Image) -> bytes:
+    picture.save(file := BytesIO(), "PNG")
+    return file.getvalue()
 
 
 def every(rows) -> torch.Tensor:
@@ -128,7 +134,7 @@ def test_grey_unless_one_is_not(load, picture_folder):
         assert data.channels == 3
         assert every(data.train).shape == (160, 3, 8, 8)
         assert data.train.in_memory == (budget > 0)
-    assert any("159 grey images are converted to RGB" in note for note in load(train_data_dir=str(mixed)).notes)
+        assert "159 grey images are converted to RGB." in data.notes
 
 
 @pytest.mark.parametrize("budget", [2**30, 0])
@@ -150,13 +156,48 @@ def test_input_precision_of_16_bit_images(load, picture_folder):
     assert not any("reduced" in note for note in data.notes)
 
 
-@pytest.mark.parametrize("budget", [2**30, 0])
-def test_a_corrupt_image_is_named(load, picture_folder, budget):
+def cut(file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+
+
+@pytest.mark.parametrize("budget", [2**30, 1000, 0])
+def test_a_corrupt_image_is_named_before_training(load, picture_folder, budget):
     folder = picture_folder(["RGB"] * 80, classes=("only",))
-    whole = (folder / "only" / "033.png").read_bytes()
-    (folder / "only" / "033.png").write_bytes(whole[: len(whole) // 2])
+    cut(folder / "only" / "033.png", 20)
     with pytest.raises(ValueError, match=r"row 33 of split 'train' \(.*033.png\) cannot be read"):
-        load(train_data_dir=str(folder), resolution=8, keep_in_memory_bytes=budget).train.batch([32, 33])
+        load(train_data_dir=str(folder), resolution=8, keep_in_memory_bytes=budget)
+
+
+def test_a_missing_image_is_named_before_training(load, picture_folder, tmp_path):
+    files = [str(file) for file in sorted(picture_folder(["RGB"] * 80, classes=("only",)).rglob("*.png"))]
+    Dataset.from_dict({"image": files}).to_parquet(tmp_path / "paths.parquet")
+    Path(files[33]).unlink()
+    with pytest.raises(ValueError, match=r"row 33 of split 'train' \(.*033.png\) cannot be read"):
+        load(dataset_name=str(tmp_path / "paths.parquet"), resolution=8, keep_in_memory_bytes=0)
+
+
+def test_an_image_whose_end_is_missing_is_named_when_it_is_reached(load, picture_folder):
+    folder = picture_folder(["RGB"] * 80, classes=("only",))
+    cut(folder / "only" / "033.png", 200)
+    options = {"train_data_dir": str(folder), "resolution": 8}
+    complaint = r"row 33 of split 'train' \(.*033.png\) cannot be read: .*Replace or remove it"
+    with pytest.raises(ValueError, match=complaint):
+        load(**options)
+    data = load(**options, keep_in_memory_bytes=0)
+    data.train.batch([32, 34])
+    with pytest.raises(ValueError, match=complaint):
+        data.train.batch([32, 33])
+
+
+def test_a_stream_checks_its_validation_images_too(load, tmp_path):
+    values = [b"nothing" if number == 70 else as_png(make_picture(number)) for number in range(80)]
+    folder = tmp_path / "set"
+    folder.mkdir()
+    Dataset.from_dict({"image": values}).to_parquet(folder / "train-00.parquet")
+    options = {"dataset_name": str(folder), "resolution": 8, "streaming": True, "keep_in_memory_bytes": 0}
+    with pytest.raises(ValueError, match="image 70 of split 'train' cannot be read"):
+        load(**options, validation_images=75)
+    assert len(load(**options, validation_images=5).validation) == 5
 
 
 def test_too_large_for_memory_is_decoded_for_each_batch(load, picture_folder):
@@ -219,8 +260,6 @@ def test_real_data_sets(load, name, column, channels, size):
     assert (data.name, data.channels, len(data.train), len(data.id2label)) == (name, channels, 10_000 - 64, 10)
     source = data.train.source
     for index in (0, 4321, 9000):
-        from io import BytesIO
-
         image = np.asarray(Pictures.open(BytesIO(source.read([index])[0]["bytes"])), dtype=np.float32)
         expected = torch.from_numpy(image / np.float32(127.5) - 1).reshape(size, size, channels).permute(2, 0, 1)
         assert torch.equal(data.train.item(index)["images"], expected)

@@ -90,9 +90,8 @@ def test_a_colour_image_among_grey_ones_is_named():
     modes = ["L"] * 5 + ["RGB"] + ["L"] * 3
     with pytest.raises(ColourImage, match="image 5 of pictures: a colour image"):
         make_rows(modes, channels=1, grey_only=True)
-    lazy = make_rows(modes, channels=1, grey_only=True, budget=0)
-    with pytest.raises(ColourImage, match="image 5 of pictures"):
-        lazy.check_modes()
+    with pytest.raises(ColourImage, match="image 5 of pictures: a colour image"):
+        make_rows(modes, channels=1, grey_only=True, budget=0)
 
 
 @pytest.mark.parametrize("budget", [0, 2**20])
@@ -101,7 +100,7 @@ def test_a_broken_image_is_named(budget):
         {"bytes": b"\x89PNG nothing", "path": None} if number == 2 else make_picture(number) for number in range(4)
     ]
     with pytest.raises(ValueError, match=r"image 2 of pictures cannot be read.*Replace or remove it"):
-        ImageRows(ListSource(pictures, "pictures"), Preparation(8, 3), budget=budget).batch([0, 2])
+        ImageRows(ListSource(pictures, "pictures"), Preparation(8, 3), budget=budget)
     with pytest.raises(ValueError, match="image 2 of pictures cannot be read"):
         list(heads(ListSource(pictures, "pictures"), range(4)))
 
@@ -111,8 +110,25 @@ def test_spread_reaches_both_ends():
     assert (spread(1000)[0], spread(1000)[-1], len(set(spread(1000)))) == (0, 999, 64)
 
 
-def test_modes_are_counted():
-    assert make_rows(["L", "RGB", "L"]).modes == {"L": 2, "RGB": 1}
+@pytest.mark.parametrize("budget", [2**20, 500, 0])
+def test_modes_are_counted(budget):
+    rows = make_rows(["L", "RGB", "L"] * 30, budget=budget)
+    assert rows.in_memory == (budget == 2**20)
+    assert rows.modes == {"L": 60, "RGB": 30}
+
+
+def test_heads_are_read_once(monkeypatch):
+    rows = make_rows(budget=0)
+    monkeypatch.setattr(ListSource, "read", None)
+    assert rows.crops_vary()
+
+
+def test_modes_are_exact_when_the_images_turn_out_too_large(monkeypatch):
+    monkeypatch.setattr(rows_module, "spread", lambda count: [0])
+    monkeypatch.setattr(rows_module, "_CHUNK", 4)
+    rows = make_rows(count=8, sizes=((12, 12), (12, 60)), budget=3 * 8 * 8 * 8 + 100)
+    assert not rows.in_memory
+    assert rows.modes == {"RGB": 8}
 
 
 def test_no_images():
