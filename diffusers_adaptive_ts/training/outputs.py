@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.logging import get_logger
 from diffusers.utils import make_image_grid
@@ -18,14 +17,18 @@ from PIL import Image, ImageOps
 
 from ..samplers.bins import time_bins
 from .averaged import averaged_weights
+from .log import read_log
 from .report import write_report
 from .run import Run
+from .trackers import track_picture
 
 logger = get_logger(__name__)
 
 # The report is drawn at most this often while training runs.
 _SECONDS_BETWEEN_REPORTS = 30.0
 _SMALLEST_TILE = 64
+# Each validation loss and the name of its share of step 0's.
+_RELATIVE = {"simple": "simple_relative", "vlb_bits": "vlb_relative"}
 
 
 class Outputs:
@@ -34,7 +37,7 @@ class Outputs:
     def __init__(self, run: Run, tracker_name: str) -> None:
         self.run = run
         self._report_time = 0.0
-        self._first: dict[str, float] | None = None
+        self._first: dict[str, Any] | None = None
         if run.args.logger != "none":
             run.accelerator.init_trackers(tracker_name)
 
@@ -49,29 +52,20 @@ class Outputs:
             return
         with averaged_weights(run.bare_model, run.ema):
             result = run.validation.measure(run.model, run.accelerator.device)
-        first = self._first_validation() or result
-        relative = {
-            "simple_relative": result["simple"] / first["simple"],
-            "vlb_relative": result["vlb_bits"] / first["vlb_bits"],
-        }
-        run.log.write("validation", step=run.step, minutes=minutes, **result, **relative)
-        named = {
-            f"validation/{key} t={part['from']}..{part['to']}": part[key]
-            for part in result["ranges"]
-            for key in ("simple", "vlb_bits")
-        }
-        whole = {f"validation/{key}": result[key] for key in ("simple", "vlb_bits")}
-        run.accelerator.log({**whole, **named}, step=run.step)
+        result = with_relative(result, self._first_validation() or result)
+        run.log.write("validation", step=run.step, minutes=minutes, **result)
+        run.accelerator.log(_scalars(result), step=run.step)
         self.report(at_once=False)
 
-    def _first_validation(self) -> dict[str, float] | None:
+    def _first_validation(self) -> dict[str, Any] | None:
         """Step 0's losses, also after a resume: they stand in the log."""
         if self._first is None and self.run.accelerator.is_main_process:
-            from .log import read_log
-
-            rows = [row for row in read_log(self.run.log.path) if row["kind"] == "validation"]
+            rows = self._logged("validation")
             self._first = rows[0] if rows else None
         return self._first
+
+    def _logged(self, kind: str) -> list[dict[str, Any]]:
+        return [row for row in read_log(self.run.log.path) if row["kind"] == kind]
 
     def density(self, minutes: float) -> None:
         sampler = self.run.sampler
@@ -87,9 +81,11 @@ class Outputs:
         self.run.accelerator.log(values, step=self.run.step)
 
     def samples(self, minutes: float) -> None:
-        """A grid from the same noise every time, to `samples/`, `samples.png` and the trackers."""
+        """A grid from the same noise every time, to disk and the trackers; the density map to these alone."""
         run, args = self.run, self.run.args
         run.accelerator.wait_for_everyone()
+        if run.accelerator.is_main_process and run.accelerator.trackers:
+            self._track_density()
         if run.accelerator.is_main_process and args.eval_batch_size > 0:
             with averaged_weights(run.bare_model, run.ema):
                 images = run.family.generate(
@@ -106,16 +102,17 @@ class Outputs:
             grid.save(run.folder / name)
             grid.save(run.folder / "samples.png")
             run.log.write("samples", step=run.step, minutes=minutes, file=name)
-            self._track_images(images)
+            track_picture(run.accelerator, "samples", grid, run.step)
             self.report(at_once=False)
         run.accelerator.wait_for_everyone()
 
-    def _track_images(self, images: list[Any]) -> None:
-        accelerator, step = self.run.accelerator, self.run.step
-        stacked = np.stack([np.asarray(image.convert("RGB")) for image in images])
-        for tracker in accelerator.trackers:
-            if hasattr(tracker, "log_images"):
-                tracker.log_images({"samples": stacked}, step=step, **_image_options(tracker.name))
+    def _track_density(self) -> None:
+        from .density_map import density_map  # matplotlib is slow to import, and only trackers need the picture
+
+        rows = self._logged("density")
+        if rows:
+            picture = density_map(rows, self.run.scheduler.config.num_train_timesteps)
+            track_picture(self.run.accelerator, "sampler/density", picture, self.run.step)
 
     def pipeline(self) -> None:
         """The plain diffusers pipeline and, beside it, the sampler; each part replaces the old one whole."""
@@ -152,8 +149,29 @@ def sample_grid(images: list[Image.Image]) -> Image.Image:
     return make_image_grid([*tiles, *empty], rows=rows, cols=columns)
 
 
-def _image_options(tracker: str) -> dict[str, Any]:
-    return {"dataformats": "NHWC"} if tracker == "tensorboard" else {}
+def with_relative(result: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+    """A validation's losses, whole and per range, each beside its share of the first validation's.
+
+    Example:
+        >>> first = {"simple": 2.0, "vlb_bits": 4.0, "ranges": []}
+        >>> with_relative({"simple": 1.0, "vlb_bits": 3.0, "ranges": []}, first)
+        {'simple': 1.0, 'vlb_bits': 3.0, 'ranges': [], 'simple_relative': 0.5, 'vlb_relative': 0.75}
+    """
+    starts = {(part["from"], part["to"]): part for part in first["ranges"]}
+    ranges = [{**part, **_shares(part, starts.get((part["from"], part["to"]), {}))} for part in result["ranges"]]
+    return {**result, "ranges": ranges, **_shares(result, first)}
+
+
+def _shares(now: dict[str, Any], start: dict[str, Any]) -> dict[str, float]:
+    """Shares of the losses; one that starts at 0, or in another run's ranges, has none."""
+    return {name: now[key] / start[key] for key, name in _RELATIVE.items() if start.get(key)}
+
+
+def _scalars(result: dict[str, Any]) -> dict[str, float]:
+    """The whole and every range as trackers name them."""
+    parts = {"": result, **{f" t={part['from']}..{part['to']}": part for part in result["ranges"]}}
+    keys = (*_RELATIVE, *_RELATIVE.values())
+    return {f"validation/{key}{where}": part[key] for where, part in parts.items() for key in keys if key in part}
 
 
 def _replace(source: Path, target: Path) -> None:

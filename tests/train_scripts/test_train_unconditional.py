@@ -1,6 +1,7 @@
 """The script as a user meets it: upstream's command line, what a run leaves behind, and what bad input gets."""
 
 import importlib.util
+import io
 import json
 import math
 import re
@@ -12,9 +13,11 @@ import torch
 from accelerate.state import AcceleratorState
 from diffusers import DiffusionPipeline
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from diffusers_adaptive_ts import TimestepSampler
 from diffusers_adaptive_ts.training import output_folder
+from diffusers_adaptive_ts.training.density_map import density_map
 from tests.loopback_hub import TOKEN, USER, LoopbackHub
 
 from .conftest import Script
@@ -104,6 +107,24 @@ def finished(tmp_path_factory):
     return script
 
 
+def tracked(output):
+    [folder] = {path.parent for path in (output / "logs").rglob("events.out.tfevents*")}
+    return EventAccumulator(str(folder)).Reload()
+
+
+def named_scalars(row):
+    """The numbers of a log row by the names a tracker has them under."""
+    if row["kind"] == "train":
+        return {key: value for key, value in row.items() if key not in ("kind", "step", "minutes")}
+    if row["kind"] == "density":
+        return {f"sampler/{key}": value for key, value in {"entropy": row["entropy"], **row["policy"]}.items()}
+    if row["kind"] == "validation":
+        losses = ("simple", "simple_relative", "vlb_bits", "vlb_relative")
+        parts = {"": row, **{f" t={part['from']}..{part['to']}": part for part in row["ranges"]}}
+        return {f"validation/{key}{where}": part[key] for where, part in parts.items() for key in losses}
+    return {}
+
+
 @pytest.mark.slow
 class TestWhatARunLeaves:
     def test_the_pipeline_is_plain_diffusers_and_knows_what_it_predicts(self, finished):
@@ -133,11 +154,35 @@ class TestWhatARunLeaves:
         assert first["simple_relative"] == 1.0
         assert all(math.isclose(sum(row["density"]), 1) for row in finished.rows if row["kind"] == "density")
 
-    def test_report_samples_and_trackers_are_written(self, finished):
+    def test_report_and_samples_are_written(self, finished):
         assert "<script" in (finished.output / "report.html").read_text()
         with Image.open(finished.output / "samples.png") as grid:
             assert grid.size[0] > 8
-        assert list((finished.output / "logs").rglob("events.out.tfevents*"))
+
+    def test_the_log_has_each_range_relative_to_its_start(self, finished):
+        first, *_, last = (row for row in finished.rows if row["kind"] == "validation")
+        assert len(last["ranges"]) == 5
+        for part, start in zip(last["ranges"], first["ranges"], strict=True):
+            assert part["simple_relative"] == part["simple"] / start["simple"]
+            assert part["vlb_relative"] == part["vlb_bits"] / start["vlb_bits"]
+
+    def test_the_tracker_has_every_scalar_of_the_log(self, finished):
+        events = tracked(finished.output)
+        for row in finished.rows:
+            for name, value in named_scalars(row).items():
+                found = {event.step: event.value for event in events.Scalars(name)}
+                assert found[row["step"]] == pytest.approx(value, rel=1e-6), name
+
+    def test_the_tracker_has_the_grid_and_the_density_map(self, finished):
+        events = tracked(finished.output)
+        assert set(events.Tags()["images"]) == {"samples", "sampler/density"}
+        [grid], [density] = events.Images("samples"), events.Images("sampler/density")
+        assert grid.step == density.step == 6
+        with Image.open(finished.output / "samples.png") as written:
+            np.testing.assert_array_equal(Image.open(io.BytesIO(grid.encoded_image_string)), written.convert("RGB"))
+        rows = [row for row in finished.rows if row["kind"] == "density"]
+        shown = Image.open(io.BytesIO(density.encoded_image_string))
+        np.testing.assert_array_equal(shown, density_map(rows, 50))
 
     def test_nothing_that_was_written_or_said_holds_the_token(self, finished):
         for path in finished.output.rglob("*"):
