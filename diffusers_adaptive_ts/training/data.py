@@ -85,16 +85,19 @@ def load_image_data(args: argparse.Namespace) -> ImageData:
         preparation = replace(preparation, channels=3, grey_only=False)
         rows, validation = _decode(options, preparation, train, held)
     content = [some.fingerprint() for some in (rows, validation) if some is not None]
-    return ImageData(
+    return _prepared(
+        preparation,
         train=rows,
         validation=validation,
-        channels=preparation.channels,
-        resolution=preparation.resolution,
         id2label=id2label,
         name=name,
         fingerprint=_fingerprint(content, column, options.class_labels, id2label, preparation),
         notes=[_memory_note(rows, options), *_mode_notes(rows.modes, preparation), *notes],
     )
+
+
+def _prepared(preparation: Preparation, **rest: Any) -> ImageData:
+    return ImageData(channels=preparation.channels, resolution=preparation.resolution, **rest)
 
 
 def _load_splits(options: DataOptions) -> tuple[dict[str, Any], str]:
@@ -150,11 +153,10 @@ def _load_stream(options: DataOptions, notes: list[str]) -> ImageData:
     reserved = len(examples) if split == "train" else 0
     facts = (name, str(dataset.info.splits), str(features), columns, reserved, preparation, first)
     kind = "grey" if preparation.channels == 1 else "RGB"
-    return ImageData(
+    return _prepared(
+        preparation,
         train=None,
         validation=validation,
-        channels=preparation.channels,
-        resolution=preparation.resolution,
         id2label=id2label,
         name=name,
         fingerprint=_fingerprint(*facts),

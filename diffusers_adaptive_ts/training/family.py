@@ -109,18 +109,10 @@ class Family:
         self.pipeline(model, scheduler).save_pretrained(folder, safe_serialization=True)
 
     def generate(
-        self,
-        model: ModelMixin,
-        scheduler: DDPMScheduler,
-        count: int,
-        seed: int,
-        num_inference_steps: int,
-        batch_size: int,
-        **call: Any,
+        self, model: ModelMixin, scheduler: DDPMScheduler, count: int, *how: int, **call: Any
     ) -> list[Image.Image]:
-        """`count` images through the plain pipeline; see `generate_arrays`."""
-        arrays = self.generate_arrays(model, scheduler, count, seed, num_inference_steps, batch_size, **call)
-        arrays = (arrays * 255).round().astype(np.uint8)
+        """`count` images through the plain pipeline, by all that `generate_arrays` takes."""
+        arrays = (self.generate_arrays(model, scheduler, count, *how, **call) * 255).round().astype(np.uint8)
         return [Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array) for array in arrays]
 
     def generate_arrays(

@@ -11,9 +11,8 @@ import torch
 from diffusers import DDPMScheduler, DiTPipeline, DiTTransformer2DModel
 from torch import nn
 
-from .autoencoders import LatentSpace, image_channels
-from .family import Family, deterministic
-from .latents import latents_of, prepare_latents
+from .family import deterministic
+from .family_latent import LatentFamily
 from .model_configs import check_size, small_dit
 
 if TYPE_CHECKING:
@@ -21,11 +20,10 @@ if TYPE_CHECKING:
 
 # DiTPipeline asks for this class when it wants no class; so there can be no more classes than this.
 NULL_CLASS = 1000
-_AUTOENCODERS = ("AutoencoderKL",)
 _LABEL_DROPOUT = 0.1
 
 
-class DiTFamily(Family):
+class DiTFamily(LatentFamily):
     """A diffusion transformer (Peebles and Xie, 2023) with classifier-free guidance."""
 
     name = "dit"
@@ -33,18 +31,15 @@ class DiTFamily(Family):
     model_class = DiTTransformer2DModel
     # Published DiTs still carry the name of the class that this one was split off from.
     accepted_configs = ("DiTTransformer2DModel", "Transformer2DModel")
-    clip_sample = False
+    autoencoders = ("AutoencoderKL",)
 
     def __init__(self, args: argparse.Namespace, data: ImageData) -> None:
         super().__init__(args, data)
         self.labels = _check_labels(args, data)
-        self.space = LatentSpace.load(args.autoencoder, _AUTOENCODERS, args.cache_dir)
-        self.space.check_channels(data.channels, data.name)
-        size = self.space.size(data.resolution)
-        config = self.read_config() or small_dit(size, self.space.channels)
-        self.config = self.fix_config(config, size, self.space.channels, "the latent of the autoencoder")
+        self.load_space()
+        self.config = self.latent_config(small_dit)
         patch = self.config.get("patch_size", 2)
-        check_size(size, patch, f"--resolution {data.resolution} gives latents of size {size}; patch_size {patch}")
+        check_size(self.latent_size, patch, f"{self.origin_of_size()}; patch_size {patch}")
         if self.config.setdefault("num_embeds_ada_norm", NULL_CLASS) != NULL_CLASS:
             raise ValueError(
                 f"The model's num_embeds_ada_norm is {self.config['num_embeds_ada_norm']}; DiTPipeline can only guide "
@@ -53,10 +48,6 @@ class DiTFamily(Family):
         # Without dropped labels the null class stays untrained, and guidance away from it would only do harm.
         self.guidance_scale = 4.0 if args.label_dropout > 0 else 1.0
 
-    @classmethod
-    def image_channels(cls, args: argparse.Namespace) -> int | None:
-        return image_channels(args.autoencoder, _AUTOENCODERS, args.cache_dir)
-
     def build_model(self) -> DiTTransformer2DModel:
         model = super().build_model()
         initialize(model)
@@ -64,15 +55,6 @@ class DiTFamily(Family):
             # Each block would drop labels on its own, so that one sample is with and without its class at once.
             block.norm1.emb.class_embedder.dropout_prob = 0.0
         return model
-
-    def prepare_data(self, data: ImageData, accelerator: Any) -> ImageData:
-        self.data = prepare_latents(data, self.space, self.args, accelerator)
-        return self.data
-
-    def clean_samples(
-        self, batch: dict[str, torch.Tensor], generator: torch.Generator | None, device: torch.device
-    ) -> torch.Tensor:
-        return latents_of(self.space, batch, generator, device)
 
     def conditioning(
         self, batch: dict[str, torch.Tensor], generator: torch.Generator | None, device: torch.device

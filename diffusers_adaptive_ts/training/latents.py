@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from .autoencoders import CHUNK, LatentSpace
+from .rows import Rows
 
 if TYPE_CHECKING:
     from .data import ImageData
@@ -29,8 +30,8 @@ _BYTES_PER_FILE = 64 * 2**20
 logger = get_logger(__name__)
 
 
-class LatentRows:
-    """Cached latents that can be asked for by number, as `ImageRows`: `mean`, `std`, `index`, `flipped`, `labels`.
+class LatentRows(Rows):
+    """Cached latents.
 
     Args:
         files: their parts in order, `rows_per_file` rows each.
@@ -61,30 +62,16 @@ class LatentRows:
     def __len__(self) -> int:
         return self._count
 
-    def batch(
-        self, indices: Sequence[int] | torch.Tensor, augment: torch.Generator | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Unscaled `mean` and `std` (B, c, h, w), `labels` (B,) where used, `index` (B,), `flipped` (B,)."""
-        index = torch.as_tensor(indices, dtype=torch.int64)
+    def samples(self, index: torch.Tensor, augment: torch.Generator | None) -> dict[str, torch.Tensor]:
+        """Unscaled `mean` and `std` (B, c, h, w)."""
         flipped = torch.zeros(len(index), dtype=torch.bool)
         if self.random_flip and augment is not None:
             # The same draws as for images, so that a run with cached latents mirrors what one without does.
             flipped = torch.rand(len(index), 3, dtype=torch.float64, generator=augment)[:, 2] < 0.5
         mean = self._take("mean", index, flipped)
         has_std = "std" in self._parts[0]
-        batch = {
-            "mean": mean,
-            "std": self._take("std", index, flipped) if has_std else torch.zeros_like(mean),
-            "index": index,
-            "flipped": flipped,
-        }
-        if self.labels is not None:
-            batch["labels"] = self.labels[index]
-        return batch
-
-    def item(self, index: int, augment: torch.Generator | None = None) -> dict[str, Any]:
-        row = {key: value[0] for key, value in self.batch([index], augment).items()}
-        return row | {"index": int(index), "flipped": bool(row["flipped"])}
+        std = self._take("std", index, flipped) if has_std else torch.zeros_like(mean)
+        return {"mean": mean, "std": std, "flipped": flipped}
 
     def _take(self, name: str, index: torch.Tensor, flipped: torch.Tensor) -> torch.Tensor:
         rows = self._select(name, index)

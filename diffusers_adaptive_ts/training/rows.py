@@ -104,7 +104,40 @@ class Pixels:
         return digest.hexdigest()
 
 
-class ImageRows:
+class Rows:
+    """Samples that can be asked for by number; a subclass knows what they are.
+
+    Attributes:
+        labels: `(N,)` int64 classes, where they are used.
+    """
+
+    labels: torch.Tensor | None
+
+    def samples(self, index: torch.Tensor, augment: torch.Generator | None) -> dict[str, torch.Tensor]:
+        """What the rows hold, by name, and `flipped` (B,): which were mirrored."""
+        raise NotImplementedError
+
+    def batch(
+        self, indices: Sequence[int] | torch.Tensor, augment: torch.Generator | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The `samples`, `index` (B,), `flipped` (B,), `labels` (B,) where used.
+
+        Args:
+            augment: draws crops and flips; None takes the middle and does not mirror.
+        """
+        index = torch.as_tensor(indices, dtype=torch.int64)
+        batch = {**self.samples(index, augment), "index": index}
+        if self.labels is not None:
+            batch["labels"] = self.labels[index]
+        return batch
+
+    def item(self, index: int, augment: torch.Generator | None = None) -> dict[str, Any]:
+        """One row: its sample, `labels` a scalar where used, `index` a number, `flipped` a truth value."""
+        row = {key: value[0] for key, value in self.batch([index], augment).items()}
+        return row | {"index": int(index), "flipped": bool(row["flipped"])}
+
+
+class ImageRows(Rows):
     """The images of one split, with labels where they are used.
 
     A picture that cannot be read is an error that names it. All are read here: whole where they are kept in memory,
@@ -131,25 +164,10 @@ class ImageRows:
     def __len__(self) -> int:
         return len(self.source)
 
-    def batch(
-        self, indices: Sequence[int] | torch.Tensor, augment: torch.Generator | None = None
-    ) -> dict[str, torch.Tensor]:
-        """`images` (B, C, R, R) float32 in [-1, 1], `labels` (B,) where used, `index` (B,), `flipped` (B,).
-
-        Args:
-            augment: draws crops and flips; None takes the middle and does not mirror.
-        """
-        index = torch.as_tensor(indices, dtype=torch.int64)
+    def samples(self, index: torch.Tensor, augment: torch.Generator | None) -> dict[str, torch.Tensor]:
+        """`images` (B, C, R, R) float32 in [-1, 1]."""
         images, flipped = self.preparation.finish(self._stored(index), augment)
-        batch = {"images": images, "index": index, "flipped": flipped}
-        if self.labels is not None:
-            batch["labels"] = self.labels[index]
-        return batch
-
-    def item(self, index: int, augment: torch.Generator | None = None) -> dict[str, Any]:
-        """One row: `images` (C, R, R), `labels` a scalar where used, `index` a number, `flipped` a truth value."""
-        row = {key: value[0] for key, value in self.batch([index], augment).items()}
-        return row | {"index": int(index), "flipped": bool(row["flipped"])}
+        return {"images": images, "flipped": flipped}
 
     @property
     def in_memory(self) -> bool:
