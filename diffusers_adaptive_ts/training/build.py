@@ -62,6 +62,8 @@ def build_run(
     )
     for note in [*family.data.notes, *family.notes]:
         logger.info(note)
+    if unused := _unused_hub_options(args):
+        logger.warning("%s not used: nothing is uploaded without --push_to_hub.", unused)
     max_train_steps, steps_in_epoch = setup.count_steps(args, stream.steps_in_epoch)
     ema = setup.make_ema(args, model, family)
     optimizer = setup.make_optimizer(args, model)
@@ -97,6 +99,12 @@ def build_run(
         logger.warning("There is no checkpoint in %s yet: a new run is started.", folder)
     run.log.write("run", **facts(run, shown_command()), **({"resumed": True} if found else {}))
     return run, window
+
+
+def _unused_hub_options(args: argparse.Namespace) -> str:
+    """Upload options without an upload, by name: one of them is a secret. Upstream's script takes them silently."""
+    given = [name for name in ("hub_token", "hub_model_id", "hub_private_repo") if getattr(args, name)]
+    return "" if args.push_to_hub else ", ".join(f"--{name}" for name in given)
 
 
 def _open_log(args: argparse.Namespace, accelerator: Accelerator, folder: Path, fresh: bool) -> TrainingLog:

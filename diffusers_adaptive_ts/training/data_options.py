@@ -39,6 +39,11 @@ class DataOptions:
     def __post_init__(self) -> None:
         if self.is_digits and self.streaming:
             raise ValueError("--streaming needs a data set: give --dataset_name or --train_data_dir.")
+        if self.is_digits and self.dataset_config_name is not None:
+            raise ValueError(
+                f"--dataset_config_name {self.dataset_config_name} needs a data set that has configurations: give "
+                "--dataset_name, or leave it out."
+            )
         if self.resolution is None:
             self.resolution = digits.RESOLUTION if self.is_digits else 64
         if self.resolution < 1:

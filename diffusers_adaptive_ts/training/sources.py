@@ -74,17 +74,22 @@ def load_splits(
         path, files, name = "imagefolder", {"data_dir": str(folder)}, folder.resolve().name
     else:
         path, files, name = _locate(dataset_name, asked)
+    if dataset_config_name is not None and (path is None or files):
+        raise ValueError(
+            f"--dataset_config_name {dataset_config_name} cannot be used with {asked}: files, image folders and "
+            "folders of save_to_disk have no configurations. Leave it out, or give the --dataset_name of a data "
+            "set that has them."
+        )
     if path is None:
         return _from_disk(Path(dataset_name).expanduser(), streaming), name
-    config = dataset_config_name if not files else None
     try:
-        splits = datasets.load_dataset(path, config, cache_dir=cache_dir, streaming=streaming, **files)
+        splits = datasets.load_dataset(path, dataset_config_name, cache_dir=cache_dir, streaming=streaming, **files)
     except Exception as error:
         raise ValueError(
             f"{asked} could not be loaded: {type(error).__name__}: {error} It must be a data set on the Hub, or a "
             "path to a folder or to .parquet or .arrow files."
         ) from error
-    return dict(splits), name if config is None else f"{name} ({config})"
+    return dict(splits), name if dataset_config_name is None else f"{name} ({dataset_config_name})"
 
 
 def _locate(dataset_name: str, asked: str) -> tuple[str | None, dict[str, Any], str]:

@@ -17,6 +17,7 @@ def test_other_arguments_are_left_alone():
     ("given", "message"),
     [
         ({"resolution": 0}, "--resolution must be at least 1, got 0"),
+        ({"dataset_config_name": "small"}, "--dataset_config_name small needs a data set.*give --dataset_name"),
         ({"validation_images": -1}, "--validation_images must be at least 0"),
         ({"image_mode": "rgb"}, "--image_mode must be auto, RGB or L, got 'rgb'"),
         ({"model_channels": 4}, "takes 4 channels, images have 1"),

@@ -24,9 +24,15 @@ def make_dataset(count: int = 4, **columns: list) -> Dataset:
     )
 
 
-def find(tmp_path: Path, name: str | Path | None = None, folder: Path | None = None, streaming: bool = False) -> tuple:
+def find(
+    tmp_path: Path,
+    name: str | Path | None = None,
+    folder: Path | None = None,
+    streaming: bool = False,
+    config: str | None = None,
+) -> tuple:
     names = [None if path is None else str(path) for path in (name, folder)]
-    return load_splits(names[0], None, names[1], str(tmp_path / "cache"), streaming)
+    return load_splits(names[0], config, names[1], str(tmp_path / "cache"), streaming)
 
 
 @pytest.fixture
@@ -58,6 +64,30 @@ def test_folders_of_save_to_disk(tmp_path, streaming):
     splits, name = find(tmp_path, tmp_path / "two", streaming=streaming)
     assert ([*splits], name) == (["train", "validation"], "two")
     assert len(list(splits["validation"])) == 2
+
+
+def test_configurations_where_there_are_none(parquet, tmp_path, picture_folder):
+    make_dataset().save_to_disk(tmp_path / "saved")
+    complaint = "--dataset_config_name small cannot be used with --{}.*Leave it out"
+    file = next(parquet.glob("*.parquet"))
+    for name in (file, parquet / "*.parquet", tmp_path / "saved"):
+        with pytest.raises(ValueError, match=complaint.format("dataset_name")):
+            find(tmp_path, name, config="small")
+    with pytest.raises(ValueError, match=complaint.format("train_data_dir")):
+        find(tmp_path, folder=picture_folder(["RGB"] * 2), config="small")
+    with pytest.raises(ValueError, match=r"could not be loaded.*small"):
+        find(tmp_path, parquet, config="small")
+
+
+def test_a_configuration_of_a_folder(tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for count, name in ((2, "small"), (4, "large")):
+        make_dataset(count).to_parquet(folder / f"{name}.parquet")
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}.parquet\n" for name in ("small", "large"))
+    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    splits, name = find(tmp_path, folder, config="large")
+    assert (len(splits["train"]), name) == (4, "set (large)")
 
 
 def test_image_folders_name_their_classes(tmp_path, picture_folder):
