@@ -18,7 +18,7 @@ from .key_values import parse_key_values
 from .objective import PREDICTION_TYPES
 from .registry import did_you_mean
 from .samplers import TimestepSampler, list_samplers, make_sampler, sampler_class, sampler_options
-from .weightings import _WEIGHTINGS
+from .weightings import list_weightings, weighting_entry
 
 _SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid", "laplace")
 _PAPER_NAMES = {"cosine": "squaredcos_cap_v2", "quadratic": "scaled_linear"}
@@ -80,8 +80,8 @@ def _list(args: argparse.Namespace) -> int:
     print()
     print(_wrapped(f"Every sampler also takes: {', '.join(common)}.", indent=2))
     print("\nWeightings\n")
-    for name, entry in _WEIGHTINGS.items():
-        print(_entry(name, entry, _options(entry, hidden=("objective",))))
+    for name in list_weightings():
+        print(_entry(name, weighting_entry(name), _options(weighting_entry(name), hidden=("objective",))))
     return 0
 
 
@@ -168,7 +168,7 @@ def _build_samplers(args: argparse.Namespace) -> list[TimestepSampler]:
     options = _options_of_all(names, parse_key_values(args.sampler_options))
     weighting_options = parse_key_values(args.weighting_options)
     if args.weighting is not None:
-        _WEIGHTINGS[args.weighting]
+        weighting_entry(args.weighting)  # likewise
     scheduler = _scheduler(args)
     built = []
     for name in names:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -67,6 +68,15 @@ class Registry:
                 raise ValueError(
                     f"The {self.kind} {name!r} has no option {option!r}.{did_you_mean(option, accepted)} {takes}"
                 )
+
+    @contextmanager
+    def building(self, name: str, options: Mapping[str, Any]) -> Iterator[None]:
+        """A value of the wrong type is an error that says what was given, and to what; Python's own does not."""
+        try:
+            yield
+        except TypeError as error:
+            given = ", ".join(f"{option}={value}" for option, value in options.items()) or "no options"
+            raise ValueError(f"The {self.kind} {name!r} cannot be built with {given}: {error}.") from error
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,16 @@ def list_weightings() -> list[str]:
         True
     """
     return _WEIGHTINGS.names()
+
+
+def weighting_entry(name: str) -> Callable[..., torch.Tensor | Weighting]:
+    """The function or class registered under `name`.
+
+    Example:
+        >>> weighting_entry("min_snr").__name__
+        'min_snr'
+    """
+    return _WEIGHTINGS[name]
 
 
 def register_weighting(name: str):
@@ -77,6 +88,8 @@ class Weighting:
 def make_weighting(name: str, scheduler: Any, **options: Any) -> Weighting:
     """Build a registered weighting for a diffusers scheduler (or a `DiffusionObjective`).
 
+    An unknown option, or a value of the wrong type, is an error.
+
     Example:
         >>> from diffusers import DDPMScheduler
         >>> weighting = make_weighting("min_snr", DDPMScheduler(), gamma=5.0)
@@ -87,7 +100,8 @@ def make_weighting(name: str, scheduler: Any, **options: Any) -> Weighting:
     _WEIGHTINGS.check_options(name, options, [o for o in accepted_options(entry) if o != "objective"])
     if not isinstance(scheduler, DiffusionObjective):
         scheduler = DiffusionObjective.from_scheduler(scheduler)
-    made = entry(scheduler, **options)
+    with _WEIGHTINGS.building(name, options):
+        made = entry(scheduler, **options)
     return made if isinstance(made, Weighting) else Weighting(name, made, options)
 
 

@@ -145,6 +145,10 @@ def test_out_writes_a_picture_and_replaces_an_older_one(run, tmp_path, suffix, m
         (["show", "--sampler", "speed", "--sampler_options", "weighting=p2"], "write --weighting ... instead"),
         (["show", "--sampler", "speed", "--sampler_options", "k=0"], "above 0"),
         (["show", "--sampler", "speed", "--sampler_options", "k=fast"], "cannot be built with k=fast"),
+        (
+            ["show", "--sampler", "uniform", "--weighting", "min_snr", "--weighting_options", "gamma=high"],
+            "The weighting 'min_snr' cannot be built with gamma=high",
+        ),
         (["show", "--sampler", "speed", "--num_train_timesteps", "10"], "no convergence area"),
         (["show", "--sampler", "histogram"], "give histogram=[...]"),
         (["show", "--sampler", "uniform", "--weighting_options", "gamma=3"], "'uniform' has no option 'gamma'"),

@@ -121,3 +121,12 @@ def test_accepted_options_are_the_keyword_names():
 def test_suggestions_survive_words_that_are_no_strings():
     assert did_you_mean(3, ["min_snr"]) == ""
     assert did_you_mean("minsnr", ["min_snr"]) == " Did you mean 'min_snr'?"
+
+
+@pytest.mark.parametrize(
+    ("options", "given"), [({"shade": "dark", "hue": 1}, "shade=dark, hue=1"), ({}, "no options")]
+)
+def test_a_type_error_while_building_says_what_was_given(options, given):
+    with pytest.raises(ValueError, match=f"The colour 'red' cannot be built with {given}: no such thing."):
+        with Registry("colour").building("red", options):
+            raise TypeError("no such thing")

@@ -1,6 +1,7 @@
 """Every weighting against its formula, written out for each prediction type."""
 
 import math
+import re
 import warnings
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from diffusers.training_utils import compute_snr
 
 from diffusers_adaptive_ts import Weighting, list_weightings, make_sampler, make_weighting, register_weighting
-from diffusers_adaptive_ts.weightings import _WEIGHTINGS
+from diffusers_adaptive_ts.weightings import _WEIGHTINGS, LearnedUncertainty, min_snr, weighting_entry
 from tests.conftest import PREDICTION_TYPES, SCHEDULES, make_scheduler
 
 GAMMA = 5.0
@@ -129,6 +130,35 @@ def test_at_zero_snr_the_eps_weight_is_one(name):
 def test_options_out_of_range_are_refused_by_name_and_value(name, options, complaint, scheduler):
     with pytest.raises(ValueError, match=complaint):
         make_weighting(name, scheduler, **options)
+
+
+@pytest.mark.parametrize("value", ["high", [5.0]])
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("min_snr", "gamma"),
+        ("soft_min_snr", "gamma"),
+        ("p2", "gamma"),
+        ("p2", "k"),
+        ("speed_v2", "lam"),
+        ("speed_v2", "tau"),
+        ("vlb", "cap"),
+        ("learned_uncertainty", "learning_rate"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_by_name_and_value(name, option, value, scheduler):
+    complaint = re.escape(f"The weighting '{name}' cannot be built with {option}={value}: ")
+    with pytest.raises(ValueError, match=complaint):
+        make_weighting(name, scheduler, **{option: value})
+    with pytest.raises(ValueError, match=complaint):
+        make_sampler("uniform", scheduler, weighting=name, weighting_options={option: value})
+
+
+def test_what_is_registered_can_be_looked_up():
+    assert weighting_entry("min_snr") is min_snr
+    assert weighting_entry("learned_uncertainty") is LearnedUncertainty
+    with pytest.raises(ValueError, match=r"Unknown weighting 'min-snr'. Did you mean 'min_snr'\?"):
+        weighting_entry("min-snr")
 
 
 def test_a_loss_is_the_mean_of_weights_times_errors(scheduler):
