@@ -1,14 +1,13 @@
 """A run that was stopped and resumed is the run that was not: weights, EMA, optimizer, sampler, log, bit for bit."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from PIL import Image
 
@@ -46,16 +45,20 @@ def same_run(first: Path, second: Path, step: int) -> None:
 
 
 def kill_in_the_middle(command: list[str], environment: dict[str, str], folder: Path, after: str) -> None:
-    """SIGKILL the whole process group as soon as checkpoint `after` stands."""
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    """SIGKILL all processes of the run as soon as checkpoint `after` stands, and before it has ended."""
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not (folder / after).exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert process.poll() is None, "the run ended before it could be killed"
-    os.killpg(process.pid, signal.SIGKILL)
+    # The launcher puts every rank into a session of its own: killing its group would leave them training.
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    for one in [process, *ranks]:
+        one.kill()
     process.wait()
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    assert not alive, alive
+    assert not list(folder.glob("samples.png")), "the run was at its end when it was killed"
 
 
 @pytest.mark.slow
