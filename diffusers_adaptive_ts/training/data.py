@@ -10,11 +10,12 @@ from itertools import islice
 from typing import Any
 
 from . import digits, held_out, sources
+from .captions import check_caption_column, read_captions
 from .data_options import DataOptions
 from .held_out import Part
 from .images import DEEP_MODES, GREY_MODES, ColourImage, Preparation, mode_and_size
 from .rows import ImageRows, ListSource, heads, naming, spread
-from .streamed import StreamedImages, streamed_labels
+from .streamed import StreamedImages, streamed_captions, streamed_labels
 
 __all__ = ["DataOptions", "ImageData", "ImageRows", "load_image_data"]
 
@@ -33,9 +34,11 @@ class ImageData:
         resolution: height and width.
         id2label: names of the classes, when labels are used.
         name: what log, report and model card call the data set.
-        fingerprint: changes with the files, the splits, the resolution, the mode or the columns.
+        fingerprint: changes with the files, the splits, the resolution, the mode, the columns or the captions.
         notes: what the log should say.
         streamed: the training images of `--streaming`.
+        images_fingerprint: changes with the prepared images alone, so that what is computed from them outlives an
+            edited caption or label; `fingerprint` where none is given.
     """
 
     train: ImageRows | None
@@ -47,12 +50,16 @@ class ImageData:
     fingerprint: str
     notes: list[str] = field(default_factory=list)
     streamed: StreamedImages | None = None
+    images_fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        self.images_fingerprint = self.images_fingerprint or self.fingerprint
 
 
 def load_image_data(args: argparse.Namespace) -> ImageData:
-    """Images and labels that the options name; every mistake that can be seen before training is raised here."""
+    """Images, labels and captions that the options name; every mistake that can be seen at once is raised here."""
     options, notes = DataOptions.from_args(args), []
-    if options.dataset_name is not None and options.train_data_dir is not None:
+    if options.dataset_name is not None and options.train_data_dir is not None and options.data_dir is None:
         notes.append(f"--train_data_dir {options.train_data_dir} is not used: --dataset_name comes first.")
     if options.streaming:
         return _load_stream(options, notes)
@@ -60,6 +67,7 @@ def load_image_data(args: argparse.Namespace) -> ImageData:
     if options.is_digits:
         source, labels, id2label = digits.load_digits_images(options.image_column, options.class_labels)
         train, name, column = Part(source, labels), digits.NAME, "image"
+        train = held_out.sampled(train, options.max_train_samples, options.seed, notes)
     else:
         splits, name = _load_splits(options)
         dataset, id2label = sources.train_split(splits), None
@@ -70,9 +78,18 @@ def load_image_data(args: argparse.Namespace) -> ImageData:
         if options.class_labels is not None:
             labels, id2label = sources.read_labels(dataset, options.class_labels, "train")
             train = train._replace(labels=labels)
+        train = held_out.sampled(train, options.max_train_samples, options.seed, notes)
+        if options.caption_column is not None:
+            train = train._replace(captions=read_captions(dataset, options.caption_column, "train", train.source.rows))
         if options.validation_images:
             held = held_out.from_own_split(
-                splits, options.validation_images, column, options.class_labels, id2label, notes
+                splits,
+                options.validation_images,
+                column,
+                options.class_labels,
+                id2label,
+                notes,
+                options.caption_column,
             )
     if options.validation_images and held is None:
         train, held = held_out.from_training(train, options.validation_images, notes)
@@ -84,7 +101,8 @@ def load_image_data(args: argparse.Namespace) -> ImageData:
             raise
         preparation = replace(preparation, channels=3, grey_only=False)
         rows, validation = _decode(options, preparation, train, held)
-    content = [some.fingerprint() for some in (rows, validation) if some is not None]
+    parts = [part for part in (rows, validation) if part is not None]
+    content = [part.fingerprint() for part in parts]
     return _prepared(
         preparation,
         train=rows,
@@ -92,6 +110,7 @@ def load_image_data(args: argparse.Namespace) -> ImageData:
         id2label=id2label,
         name=name,
         fingerprint=_fingerprint(content, column, options.class_labels, id2label, preparation),
+        images_fingerprint=_fingerprint([part.images_fingerprint for part in parts], preparation),
         notes=[_memory_note(rows, options), *_mode_notes(rows.modes, preparation), *notes],
     )
 
@@ -102,7 +121,12 @@ def _prepared(preparation: Preparation, **rest: Any) -> ImageData:
 
 def _load_splits(options: DataOptions) -> tuple[dict[str, Any], str]:
     return sources.load_splits(
-        options.dataset_name, options.dataset_config_name, options.train_data_dir, options.cache_dir, options.streaming
+        options.dataset_name,
+        options.dataset_config_name,
+        options.train_data_dir,
+        options.cache_dir,
+        options.streaming,
+        options.data_dir,
     )
 
 
@@ -112,9 +136,9 @@ def _decode(
     """Training and validation rows; validation is decoded first, into the same share of memory."""
     budget, validation = options.keep_in_memory_bytes, None
     if held is not None:
-        validation = ImageRows(held.source, _without_chance(preparation), held.labels, budget)
+        validation = ImageRows(held.source, _without_chance(preparation), held.labels, budget, held.captions)
         budget -= validation.pixels.nbytes if validation.in_memory else 0
-    return ImageRows(train.source, preparation, train.labels, budget), validation
+    return ImageRows(train.source, preparation, train.labels, budget, train.captions), validation
 
 
 def _without_chance(preparation: Preparation) -> Preparation:
@@ -127,31 +151,44 @@ def _load_stream(options: DataOptions, notes: list[str]) -> ImageData:
     features = dataset.features or dataset._resolve_features().features
     column = sources.find_image_column(features, options.image_column)
     id2label = _streamed_classes(features, options.class_labels)
-    columns = [column] if options.class_labels is None else [column, options.class_labels]
+    if options.caption_column is not None:
+        check_caption_column(features, options.caption_column)
+    columns = [name for name in (column, options.class_labels, options.caption_column) if name is not None]
 
     def undecoded(split: str) -> Any:
         return sources.undecoded(splits[split].select_columns(columns), column)
 
-    first = list(islice(undecoded("train"), _FIRST))
+    most = options.max_train_samples
+    first = list(islice(undecoded("train"), _FIRST if most is None else min(_FIRST, most)))
     if not first:
         raise ValueError(f"There are no images in the training split of {name}.")
     modes: Counter[str] = Counter()
     for number, example in enumerate(first):
         with naming(lambda number=number: f"Image {number} of the stream"):
             modes[mode_and_size(example[column])[0]] += 1
+    if options.caption_column is not None:
+        streamed_captions(first, options.caption_column, "the stream")
     preparation = options.preparation(modes)
     split = held_out.own_split(splits)
     if split is None or not set(columns) <= set(splits[split].features or columns):
         split = "train"
-    examples = list(islice(undecoded(split), options.validation_images))
+    wanted = options.validation_images
+    if split == "train" and most is not None:
+        wanted = min(wanted, most // 10)
+        if wanted < min(options.validation_images, 1):
+            notes.append(f"No images held out for validation: a tenth of {most} is less than one.")
+    examples = list(islice(undecoded(split), wanted))
     validation = None
     if examples:
         source = ListSource([example[column] for example in examples], f"split {split!r}")
         labels = None if id2label is None else streamed_labels(examples, options.class_labels, f"split {split!r}")
-        validation = ImageRows(source, _without_chance(preparation), labels, options.keep_in_memory_bytes)
+        captions = None
+        if options.caption_column is not None:
+            captions = streamed_captions(examples, options.caption_column, f"split {split!r}")
+        validation = ImageRows(source, _without_chance(preparation), labels, options.keep_in_memory_bytes, captions)
         notes.append(f"The first {len(examples):,} images of split {split!r} for validation.")
     reserved = len(examples) if split == "train" else 0
-    facts = (name, str(dataset.info.splits), str(features), columns, reserved, preparation, first)
+    facts = (name, str(dataset.info.splits), str(features), columns, reserved, most, preparation, first)
     kind = "grey" if preparation.channels == 1 else "RGB"
     return _prepared(
         preparation,
@@ -161,7 +198,9 @@ def _load_stream(options: DataOptions, notes: list[str]) -> ImageData:
         name=name,
         fingerprint=_fingerprint(*facts),
         notes=[f"Images are read as a stream, as {kind}.", *_mode_notes(modes, preparation, exact=False), *notes],
-        streamed=StreamedImages(undecoded("train"), column, options.class_labels, preparation, reserved),
+        streamed=StreamedImages(
+            undecoded("train"), column, options.class_labels, preparation, reserved, options.caption_column, most
+        ),
     )
 
 

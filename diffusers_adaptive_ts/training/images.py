@@ -18,6 +18,16 @@ _SIXTEEN_BIT = ("I;16", "I;16B", "I;16L", "I;16N")
 # Modes of more than 8 bits, which `--preserve_input_precision` keeps; all of them have one channel.
 DEEP_MODES = (*_SIXTEEN_BIT, "I", "F")
 GREY_MODES = ("1", "L", "LA", "La", *DEEP_MODES)
+# torchvision's names, as diffusers' scripts take them; for PIL both nearest ones are the same.
+INTERPOLATIONS = {
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+    "box": Image.Resampling.BOX,
+    "hamming": Image.Resampling.HAMMING,
+    "nearest": Image.Resampling.NEAREST,
+    "nearest_exact": Image.Resampling.NEAREST,
+}
 
 
 class ColourImage(ValueError):
@@ -74,10 +84,12 @@ def resized_size(width: int, height: int, resolution: int) -> tuple[int, int]:
     return (resolution, longer) if width <= height else (longer, resolution)
 
 
-def eight_bit_pixels(image: Image.Image, channels: int, resolution: int) -> torch.Tensor:
-    """`(channels, h, w)` uint8, resized with PIL's bilinear filter."""
+def eight_bit_pixels(
+    image: Image.Image, channels: int, resolution: int, interpolation: str = "bilinear"
+) -> torch.Tensor:
+    """`(channels, h, w)` uint8, resized with one of PIL's filters."""
     image = to_eight_bit(image, "RGB" if channels == 3 else "L")
-    image = image.resize(resized_size(*image.size, resolution), Image.Resampling.BILINEAR)
+    image = image.resize(resized_size(*image.size, resolution), INTERPOLATIONS[interpolation])
     pixels = np.array(image)
     return torch.from_numpy(pixels if channels == 1 else pixels.transpose(2, 0, 1)).reshape(
         channels, *pixels.shape[:2]
@@ -127,6 +139,7 @@ class Preparation:
         random_flip: mirror half of the training images.
         preserve_input_precision: floats of full precision instead of 8 bits.
         grey_only: a colour picture is a `ColourImage` error instead of being converted.
+        interpolation: one of `INTERPOLATIONS`; images of preserved precision are always resized bilinearly.
     """
 
     resolution: int
@@ -135,12 +148,15 @@ class Preparation:
     random_flip: bool = False
     preserve_input_precision: bool = False
     grey_only: bool = False
+    interpolation: str = "bilinear"
 
     def stored(self, image: Image.Image) -> torch.Tensor:
         """`(C, h, w)`, uint8 or float32: everything that does not change from epoch to epoch."""
         self.check_mode(image.mode)
-        read = precise_pixels if self.preserve_input_precision else eight_bit_pixels
-        pixels = read(image, self.channels, self.resolution)
+        if self.preserve_input_precision:
+            pixels = precise_pixels(image, self.channels, self.resolution)
+        else:
+            pixels = eight_bit_pixels(image, self.channels, self.resolution, self.interpolation)
         return self._crop(pixels, None).contiguous() if self.center_crop else pixels
 
     def check_mode(self, mode: str) -> None:

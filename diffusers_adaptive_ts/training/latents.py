@@ -38,6 +38,7 @@ class LatentRows(Rows):
         labels: `(N,)` classes, where they are used.
         random_flip: whether training takes the latents of the mirrored image half of the time.
         in_memory: read all at once; otherwise pages are read from disk as they are asked for.
+        captions: those of each row, where they are used.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class LatentRows(Rows):
         labels: torch.Tensor | None = None,
         random_flip: bool = False,
         in_memory: bool = True,
+        captions: list[tuple[str, ...]] | None = None,
     ) -> None:
-        self.labels, self.random_flip = labels, random_flip
+        self.labels, self.captions, self.random_flip = labels, captions, random_flip
         self._rows_per_file, self._count = rows_per_file, count
         self._parts = [load_file(file) for file in files]
         held = sum(len(part["mean"]) for part in self._parts)
@@ -123,7 +125,8 @@ def cache_latents(
             "Pass --center_crop, or --no-cache_latents to encode every batch."
         )
     facts = {
-        "data": data.fingerprint,
+        # Not `data.fingerprint`: an edited caption leaves the images as they are.
+        "data": data.images_fingerprint,
         "autoencoder": autoencoder,
         "resolution": data.resolution,
         "flips": bool(args.random_flip),
@@ -156,6 +159,7 @@ def _read(folder: Path, splits: dict[str, Any], args: argparse.Namespace) -> dic
                 rows.labels,
                 random_flip=args.random_flip and name == "train",
                 in_memory=size <= getattr(args, "keep_in_memory_bytes", 2 << 30),
+                captions=rows.captions,
             )
             for name, rows in splits.items()
         }

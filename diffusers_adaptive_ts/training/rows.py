@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -109,18 +110,18 @@ class Rows:
 
     Attributes:
         labels: `(N,)` int64 classes, where they are used.
+        captions: those of each row, of which training picks one, where they are used.
     """
 
     labels: torch.Tensor | None
+    captions: list[tuple[str, ...]] | None = None
 
     def samples(self, index: torch.Tensor, augment: torch.Generator | None) -> dict[str, torch.Tensor]:
         """What the rows hold, by name, and `flipped` (B,): which were mirrored."""
         raise NotImplementedError
 
-    def batch(
-        self, indices: Sequence[int] | torch.Tensor, augment: torch.Generator | None = None
-    ) -> dict[str, torch.Tensor]:
-        """The `samples`, `index` (B,), `flipped` (B,), `labels` (B,) where used.
+    def batch(self, indices: Sequence[int] | torch.Tensor, augment: torch.Generator | None = None) -> dict[str, Any]:
+        """The `samples`, `index` (B,), `flipped` (B,), `labels` (B,) and `captions`, a list of B tuples, where used.
 
         Args:
             augment: draws crops and flips; None takes the middle and does not mirror.
@@ -129,16 +130,18 @@ class Rows:
         batch = {**self.samples(index, augment), "index": index}
         if self.labels is not None:
             batch["labels"] = self.labels[index]
+        if self.captions is not None:
+            batch["captions"] = [self.captions[row] for row in index.tolist()]
         return batch
 
     def item(self, index: int, augment: torch.Generator | None = None) -> dict[str, Any]:
-        """One row: its sample, `labels` a scalar where used, `index` a number, `flipped` a truth value."""
+        """One row: its sample, `labels` a scalar and `captions` a tuple where used, `index` a number, `flipped`."""
         row = {key: value[0] for key, value in self.batch([index], augment).items()}
         return row | {"index": int(index), "flipped": bool(row["flipped"])}
 
 
 class ImageRows(Rows):
-    """The images of one split, with labels where they are used.
+    """The images of one split, with labels and captions where they are used.
 
     A picture that cannot be read is an error that names it. All are read here: whole where they are kept in memory,
     otherwise the heads of their files, which say mode and size. A head cannot tell whether all of the pixels follow
@@ -149,14 +152,20 @@ class ImageRows(Rows):
         preparation: what is done to them.
         labels: `(N,)` int64 classes.
         budget: bytes that the decoded images may take; 0 decodes them for each batch.
+        captions: those of each image.
     """
 
     def __init__(
-        self, source: ImageSource, preparation: Preparation, labels: torch.Tensor | None = None, budget: int = 0
+        self,
+        source: ImageSource,
+        preparation: Preparation,
+        labels: torch.Tensor | None = None,
+        budget: int = 0,
+        captions: list[tuple[str, ...]] | None = None,
     ) -> None:
         if len(source) == 0:
             raise ValueError("There are no images.")
-        self.source, self.preparation, self.labels = source, preparation, labels
+        self.source, self.preparation, self.labels, self.captions = source, preparation, labels, captions
         self.modes: Counter[str] = Counter()
         self.pixels = self._decode_all(budget)
         self._all_square = self._check_heads() if self.pixels is None else self.pixels.all_square()
@@ -177,10 +186,19 @@ class ImageRows(Rows):
         """Whether training sees different crops of an image: some are not square, and `center_crop` is off."""
         return not self.preparation.center_crop and not self._all_square
 
+    @cached_property
+    def images_fingerprint(self) -> str:
+        """Changes with the images alone."""
+        return self.source.fingerprint() if self.pixels is None else self.pixels.digest()
+
     def fingerprint(self) -> str:
-        content = self.source.fingerprint() if self.pixels is None else self.pixels.digest()
-        labels = b"" if self.labels is None else self.labels.numpy().tobytes()
-        return hashlib.blake2b(content.encode() + labels, digest_size=16).hexdigest()
+        """Changes with the images, the labels or the captions."""
+        digest = hashlib.blake2b(self.images_fingerprint.encode(), digest_size=16)
+        if self.labels is not None:
+            digest.update(self.labels.numpy().tobytes())
+        for captions in self.captions or ():
+            digest.update(repr(captions).encode())
+        return digest.hexdigest()
 
     def _stored(self, index: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
         if self.pixels is not None:

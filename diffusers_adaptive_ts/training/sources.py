@@ -40,6 +40,11 @@ class DatasetSource:
     def read(self, indices: Sequence[int]) -> list[Any]:
         return self._dataset[self._rows[np.asarray(indices)].tolist()][self._column]
 
+    @property
+    def rows(self) -> list[int]:
+        """The images' row numbers in the split."""
+        return self._rows.tolist()
+
     def where(self, index: int, value: Any) -> str:
         path = value.get("path") if isinstance(value, dict) else None
         return f"Image in row {self._rows[index]} of split {self._split!r}{f' ({path})' if path else ''}"
@@ -60,8 +65,13 @@ def load_splits(
     train_data_dir: str | None,
     cache_dir: str | None,
     streaming: bool,
+    data_dir: str | None = None,
 ) -> tuple[dict[str, Dataset | IterableDataset], str]:
-    """All splits by name, and what to call the data set."""
+    """All splits by name, and what to call the data set.
+
+    Args:
+        data_dir: a folder inside the data set of `dataset_name`.
+    """
     try:
         import datasets
     except ImportError as error:
@@ -80,6 +90,9 @@ def load_splits(
             "folders of save_to_disk have no configurations. Leave it out, or give the --dataset_name of a data "
             "set that has them."
         )
+    if data_dir is not None:
+        files = {**files, "data_dir": _folder_inside(data_dir, path, files, asked)}
+        name = f"{name}/{Path(data_dir).name}"
     if path is None:
         return _from_disk(Path(dataset_name).expanduser(), streaming), name
     try:
@@ -117,6 +130,18 @@ def _from_disk(folder: Path, streaming: bool) -> dict[str, Dataset | IterableDat
     loaded = datasets.load_from_disk(str(folder))
     splits = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
     return {key: split.to_iterable_dataset() for key, split in splits.items()} if streaming else splits
+
+
+def _folder_inside(data_dir: str, path: str | None, files: dict[str, Any], asked: str) -> str:
+    """`data_dir` as `load_dataset` takes it, beside the path and files of `_locate`."""
+    if path is None or files:
+        raise ValueError(
+            f"--train_data_dir {data_dir} cannot be used with {asked}: files and folders of save_to_disk have no "
+            "folders inside. Leave one of the two out."
+        )
+    if Path(path).is_dir():
+        _existing_folder(Path(path, data_dir), f"--train_data_dir {data_dir} inside {asked}", wants_images=False)
+    return data_dir
 
 
 def _existing_folder(folder: Path, asked: str, wants_images: bool) -> Path:

@@ -54,7 +54,7 @@ class BatchStream:
         """Micro-batches of one rank that together with the other ranks' cover all images."""
         return -(-len(self.rows) // (self.batch_size * self.world_size))
 
-    def batches(self, start: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+    def batches(self, start: int = 0) -> Iterator[dict[str, Any]]:
         """Micro-batches `start`, `start + 1`, ... without end."""
         if self.num_workers == 0:
             yield from map(self.__getitem__, count(start))
@@ -66,9 +66,10 @@ class BatchStream:
             sampler=count(start),
             num_workers=self.num_workers,
             generator=generator(self.seed, "workers"),
+            collate_fn=_as_made,
         )
 
-    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, number: int) -> dict[str, Any]:
         """Micro-batch `number` of this rank."""
         augment = generator(self.seed, "augment", number, self.rank)
         return self.rows.batch(self.indices(number), augment)
@@ -87,6 +88,11 @@ class BatchStream:
             self._orders = {key: order for key, order in self._orders.items() if key == epoch - 1}
             self._orders[epoch] = torch.randperm(len(self.rows), generator=generator(self.seed, "order", epoch))
         return self._orders[epoch]
+
+
+def _as_made(batch: dict[str, Any]) -> dict[str, Any]:
+    """In place of the loader's own conversion, which turns the tuples of captions into lists."""
+    return batch
 
 
 def check_shape(batch_size: int, rank: int, world_size: int, num_workers: int) -> None:

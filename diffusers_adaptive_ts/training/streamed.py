@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .captions import captions_of
 from .images import Preparation, open_image
 from .randomness import derived_seed, generator
 from .rows import naming
@@ -33,6 +34,8 @@ class StreamedImages:
         label_column: a column of classes, where they are used.
         preparation: what is done to every image.
         held_out: so many examples at the head of the stream belong to validation and are left out.
+        caption_column: a column of captions, where they are used.
+        most: only so many examples at the head of the stream are used, those held out among them.
     """
 
     dataset: IterableDataset
@@ -40,6 +43,13 @@ class StreamedImages:
     label_column: str | None
     preparation: Preparation
     held_out: int = 0
+    caption_column: str | None = None
+    most: int | None = None
+
+    @property
+    def cut(self) -> bool:
+        """Whether the head or the end of the stream is left out."""
+        return self.held_out > 0 or self.most is not None
 
 
 class StreamedBatches:
@@ -64,7 +74,7 @@ class StreamedBatches:
         self.images, self.batch_size, self.seed = images, batch_size, seed
         self.rank, self.world_size, self.num_workers = rank, world_size, num_workers
 
-    def batches(self, start: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+    def batches(self, start: int = 0) -> Iterator[dict[str, Any]]:
         """Micro-batches `start`, `start + 1`, ... without end.
 
         Workers are threads that decode: processes would each read other shards, in another order.
@@ -85,7 +95,7 @@ class StreamedBatches:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _batch(self, number: int, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def _batch(self, number: int, examples: list[dict[str, Any]]) -> dict[str, Any]:
         first = (number * self.world_size + self.rank) * self.batch_size
         preparation = self.images.preparation
         pixels = []
@@ -98,6 +108,8 @@ class StreamedBatches:
         batch = {"images": images, "index": torch.arange(first, first + len(examples)), "flipped": flipped}
         if self.images.label_column is not None:
             batch["labels"] = streamed_labels(examples, self.images.label_column, f"the stream from {first} on")
+        if self.images.caption_column is not None:
+            batch["captions"] = streamed_captions(examples, self.images.caption_column, "the stream", first)
         return batch
 
     def _examples(self, skip: int) -> Iterator[dict[str, Any]]:
@@ -118,23 +130,26 @@ class StreamedBatches:
     def _epoch(self, epoch: int) -> Iterator[dict[str, Any]]:
         from datasets.distributed import split_dataset_by_node
 
-        held_out = self.images.held_out
-        dataset = self.images.dataset.skip(held_out) if held_out else self.images.dataset
+        dataset, cut = self.images.dataset, self.images.cut
+        if self.images.most is not None:
+            dataset = dataset.take(self.images.most)
+        if self.images.held_out:
+            dataset = dataset.skip(self.images.held_out)
         # Newer datasets mix ten shards with threads and then wait 5 seconds at the end of every epoch.
         known = inspect.signature(dataset.shuffle).parameters
         options = {"max_buffer_input_shards": 1} if "max_buffer_input_shards" in known else {}
         dataset = dataset.shuffle(seed=derived_seed(self.seed, "order"), buffer_size=_BUFFER, **options)
-        if self.world_size > 1 and not held_out:
+        if self.world_size > 1 and not cut:
             dataset = split_dataset_by_node(dataset, self.rank, self.world_size)
         dataset.set_epoch(epoch)
-        if self.world_size > 1 and held_out:
-            # split_dataset_by_node would skip a part of each shard instead of the head of the stream.
+        if self.world_size > 1 and cut:
+            # split_dataset_by_node would skip and take a part of each shard instead of the head of the stream.
             return islice(dataset, self.rank, None, self.world_size)
         return iter(dataset)
 
     def _epochs_are_equal(self) -> bool:
         """Whether this rank has as many examples in every epoch: not when it is given other shards in each."""
-        by_shard = not self.images.held_out and self.images.dataset.num_shards % self.world_size == 0
+        by_shard = not self.images.cut and self.images.dataset.num_shards % self.world_size == 0
         return self.world_size == 1 or not by_shard
 
 
@@ -145,6 +160,16 @@ def streamed_labels(examples: list[dict[str, Any]], column: str, where: str) -> 
         if label is None or label < 0:
             raise ValueError(f"--class_labels {column}: image {place} of {where} has no label.")
     return torch.tensor(labels, dtype=torch.int64)
+
+
+def streamed_captions(
+    examples: list[dict[str, Any]], column: str, where: str, first: int = 0
+) -> list[tuple[str, ...]]:
+    """The captions of each example; `first` is the number of the first of them."""
+    return [
+        captions_of(example[column], column, f"image {number} of {where}")
+        for number, example in enumerate(examples, first)
+    ]
 
 
 def _where(position: int, value: Any) -> str:
