@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
-import json
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.logging import get_logger
-from accelerate.utils import tqdm
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from .autoencoders import CHUNK, LatentSpace
+from .disk_cache import DiskCache
 from .rows import Rows
 
 if TYPE_CHECKING:
     from .data import ImageData
-
-INDEX_NAME = "index.json"
-# Files are small enough to be encoded in memory and shared out between ranks.
-_BYTES_PER_FILE = 64 * 2**20
-logger = get_logger(__name__)
 
 
 class LatentRows(Rows):
@@ -131,30 +120,17 @@ def cache_latents(
         "resolution": data.resolution,
         "flips": bool(args.random_flip),
     }
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    folder = Path(args.output_dir) / "latents" / key
     splits = {"train": data.train, "validation": data.validation}
     splits = {name: rows for name, rows in splits.items() if rows is not None}
-    cached, note = _read(folder, splits, args), f"latents reused from {folder}"
-    # All ranks must take the same way, also where one has just seen the files of another.
-    if not accelerator.gather(torch.tensor([int(cached is not None)], device=accelerator.device)).all():
-        _write(folder, splits, space, data.resolution, facts, accelerator)
-        cached, note = _read(folder, splits, args), f"latents encoded once into {folder}"
-        if cached is None:
-            raise RuntimeError(f"The latents just written to {folder} cannot be read. Is the disk full or failing?")
-    return dataclasses.replace(data, **cached), note
+    numbers = space.channels * space.size(data.resolution) ** 2
+    row_bytes = 4 * numbers * (2 if space.has_posterior else 1) * (2 if facts["flips"] else 1)
 
-
-def _read(folder: Path, splits: dict[str, Any], args: argparse.Namespace) -> dict[str, LatentRows] | None:
-    """The cached rows of each split; None when there is no complete cache."""
-    try:
-        index = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
-        files = {name: sorted(folder.glob(f"{name}-*.safetensors")) for name in splits}
+    def read(files: dict[str, list[Path]], rows_per_file: int) -> dict[str, LatentRows]:
         size = sum(file.stat().st_size for part in files.values() for file in part)
         return {
             name: LatentRows(
                 files[name],
-                index["rows_per_file"],
+                rows_per_file,
                 len(rows),
                 rows.labels,
                 random_flip=args.random_flip and name == "train",
@@ -163,48 +139,16 @@ def _read(folder: Path, splits: dict[str, Any], args: argparse.Namespace) -> dic
             )
             for name, rows in splits.items()
         }
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, IndexError, SafetensorError) as error:
-        logger.warning("The cached latents in %s are damaged (%s) and are encoded again.", folder, error)
-        return None
 
+    def encode(name: str, indices: range, bar: Any) -> dict[str, torch.Tensor]:
+        return _encode(splits[name], indices, space, facts["flips"] and name == "train", accelerator.device, bar)
 
-def _write(
-    folder: Path,
-    splits: dict[str, Any],
-    space: LatentSpace,
-    resolution: int,
-    facts: dict[str, Any],
-    accelerator: Any,
-) -> None:
-    """Encode every row into a folder of another name, which takes its own only when all is there."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    numbers = space.channels * space.size(resolution) ** 2
-    row_bytes = 4 * numbers * (2 if space.has_posterior else 1) * (2 if facts["flips"] else 1)
-    rows_per_file = max(1, _BYTES_PER_FILE // (row_bytes * CHUNK)) * CHUNK
-    if accelerator.is_main_process:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(folder, ignore_errors=True)
-        _check_space(folder.parent, row_bytes * sum(map(len, splits.values())))
-        partial.mkdir()
-    accelerator.wait_for_everyone()
-    parts = [(name, start) for name, rows in splits.items() for start in range(0, len(rows), rows_per_file)]
-    mine = parts[accelerator.process_index :: accelerator.num_processes]
-    total = sum(min(rows_per_file, len(splits[name]) - start) for name, start in mine)
-    with tqdm(total=total, desc="encoding latents", unit=" images", leave=False) as bar:
-        for name, start in mine:
-            rows = splits[name]
-            indices = range(start, min(start + rows_per_file, len(rows)))
-            tensors = _encode(rows, indices, space, facts["flips"] and name == "train", accelerator.device, bar)
-            save_file(tensors, partial / f"{name}-{start // rows_per_file:06d}.safetensors")
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        index = {"rows_per_file": rows_per_file, **facts}
-        (partial / INDEX_NAME).write_text(json.dumps(index, indent=1), encoding="utf-8")
-        os.rename(partial, folder)
-    accelerator.wait_for_everyone()
+    cache = DiskCache(
+        Path(args.output_dir) / "latents", facts, "latents", "images", "--no-cache_latents to encode every batch"
+    )
+    counts = {name: len(rows) for name, rows in splits.items()}
+    cached, note = cache.read_or_write(counts, read, encode, row_bytes, CHUNK, accelerator)
+    return dataclasses.replace(data, **cached), note
 
 
 def _encode(
@@ -220,12 +164,3 @@ def _encode(
                 collected.setdefault(f"{prefix}std", []).append(std.cpu())
         bar.update(len(images))
     return {name: torch.cat(parts).contiguous() for name, parts in collected.items()}
-
-
-def _check_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed > 0.95 * free:
-        raise ValueError(
-            f"The latents take {needed / 1e9:.1f} GB, but {folder} has {free / 1e9:.1f} GB free. Give an --output_dir "
-            "with more room, or --no-cache_latents to encode every batch."
-        )

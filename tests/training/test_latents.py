@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from diffusers import AutoencoderKL, AutoencoderTiny
 from PIL import Image
 
-from diffusers_adaptive_ts.training import latents
+from diffusers_adaptive_ts.training import disk_cache, latents
 from diffusers_adaptive_ts.training.autoencoders import CHUNK, LatentSpace
 from diffusers_adaptive_ts.training.data import ImageData
 from diffusers_adaptive_ts.training.images import Preparation
@@ -81,7 +81,7 @@ def encoded(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("kind", ["kl", "tiny"])
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_cached_latents_are_those_of_direct_encoding_bit_for_bit(kind, in_memory, tmp_path, accelerator, monkeypatch):
-    monkeypatch.setattr(latents, "_BYTES_PER_FILE", 1)  # a file for every chunk
+    monkeypatch.setattr(disk_cache, "_BYTES_PER_FILE", 1)  # a file for every chunk
     space, data = make_space(kind), make_data()
     args = make_args(tmp_path, keep_in_memory_bytes=1 << 30 if in_memory else 0)
     cached = prepare_latents(data, space, args, accelerator)
@@ -174,8 +174,8 @@ def test_the_cache_is_made_again_when_something_changed(change, tmp_path, accele
 
 
 def test_an_interrupted_cache_is_not_used(tmp_path, accelerator, monkeypatch, encoded):
-    monkeypatch.setattr(latents, "_BYTES_PER_FILE", 1)
-    save, saved = latents.save_file, []
+    monkeypatch.setattr(disk_cache, "_BYTES_PER_FILE", 1)
+    save, saved = disk_cache.save_file, []
 
     def failing(tensors: Any, path: Path) -> None:
         if len(saved) == 2:
@@ -183,11 +183,11 @@ def test_an_interrupted_cache_is_not_used(tmp_path, accelerator, monkeypatch, en
         saved.append(path)
         save(tensors, path)
 
-    monkeypatch.setattr(latents, "save_file", failing)
+    monkeypatch.setattr(disk_cache, "save_file", failing)
     with pytest.raises(KeyboardInterrupt):
         prepare_latents(make_data(), make_space(), make_args(tmp_path), accelerator)
     assert [path.name.endswith(".partial") for path in (tmp_path / "latents").iterdir()] == [True]
-    monkeypatch.setattr(latents, "save_file", save)
+    monkeypatch.setattr(disk_cache, "save_file", save)
     encoded.clear()
     done = prepare_latents(make_data(), make_space(), make_args(tmp_path), accelerator)
     assert sum(encoded) == COUNT + 5
@@ -249,7 +249,7 @@ def test_a_stream_is_encoded_as_it_comes(tmp_path, accelerator):
 
 
 def test_too_little_disk_is_said_before_encoding(tmp_path, accelerator, monkeypatch, encoded):
-    monkeypatch.setattr(latents.shutil, "disk_usage", lambda _: argparse.Namespace(free=1000))
+    monkeypatch.setattr(disk_cache.shutil, "disk_usage", lambda _: argparse.Namespace(free=1000))
     with pytest.raises(ValueError, match="--no-cache_latents"):
         prepare_latents(make_data(), make_space(), make_args(tmp_path), accelerator)
     assert encoded == []
@@ -289,7 +289,7 @@ class Rank:
 
 
 def test_ranks_share_the_encoding(tmp_path, accelerator, monkeypatch, encoded):
-    monkeypatch.setattr(latents, "_BYTES_PER_FILE", 1)
+    monkeypatch.setattr(disk_cache, "_BYTES_PER_FILE", 1)
     alone = prepare_latents(make_data(), make_space(), make_args(tmp_path / "alone"), accelerator)
     encoded.clear()
     barrier, shared, results = threading.Barrier(2, timeout=30), {}, {}
