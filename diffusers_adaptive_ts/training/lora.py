@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import UNet2DConditionModel
@@ -87,21 +88,23 @@ def load_lora(model: torch.nn.Module, folder: str | Path) -> None:
         raise ValueError(f"There is no {FILE_NAME} in {folder}. Was it written by a run with --lora_rank?") from error
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file} cannot be read ({error}). Use another checkpoint.") from error
-    facts = {f"unet.{name}": value for name, value in _facts(model).items()}
+    facts = _facts(model)
+    # Without metadata, as in files of diffusers' own script, alpha is the rank.
     written = json.loads(metadata.get("lora_adapter_metadata", "{}"))
+    alpha = written.get("unet.lora_alpha", facts["r"])
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    if {name: tuple(weight.shape) for name, weight in saved.items()} != shapes or written != facts:
+    if {name: tuple(weight.shape) for name, weight in saved.items()} != shapes or alpha != facts["lora_alpha"]:
+        wanted = _told(weights, facts["lora_alpha"])
         raise ValueError(
-            f"{file} holds another adapter ({_told(written, len(saved))}) than this run's "
-            f"({_told(facts, len(weights))}). Give the --lora_rank, --lora_alpha, --lora_targets and the base model "
-            "it was trained with."
+            f"{file} holds another adapter ({_told(saved, alpha)}) than this run's ({wanted}). Give the --lora_rank, "
+            "--lora_alpha, --lora_targets and the base model it was trained with."
         )
     with torch.no_grad():
         for name, weight in weights.items():
             weight.copy_(saved[name])
 
 
-def _facts(model: torch.nn.Module) -> dict[str, object]:
+def _facts(model: torch.nn.Module) -> dict[str, Any]:
     """What a loader needs beside the weights.
 
     Not all of peft's config: another version of peft refuses a field that it does not know.
@@ -110,9 +113,10 @@ def _facts(model: torch.nn.Module) -> dict[str, object]:
     return {"r": config.r, "lora_alpha": config.lora_alpha, "target_modules": sorted(config.target_modules)}
 
 
-def _told(facts: dict[str, object], count: int) -> str:
-    told = [f"{word} {facts.get(f'unet.{key}', '?')}" for word, key in (("rank", "r"), ("alpha", "lora_alpha"))]
-    return ", ".join([*told, f"targets {facts.get('unet.target_modules', '?')}", f"{count} weights"])
+def _told(weights: dict[str, torch.Tensor], alpha: float) -> str:
+    ranks = sorted({len(weight) for name, weight in weights.items() if name.endswith(".lora.down.weight")})
+    targets = sorted({_short(name.split(".lora.")[0]) for name in weights})
+    return f"rank {', '.join(map(str, ranks))}, alpha {alpha:g}, {len(weights)} weights in {', '.join(targets)}"
 
 
 def _checked_targets(model: torch.nn.Module, targets: Sequence[str]) -> list[str]:

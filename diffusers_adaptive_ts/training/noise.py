@@ -26,10 +26,13 @@ class NoiseOptions:
             gradients in every step; the paper uses 1.
 
     Example:
-        >>> options, x0 = NoiseOptions(perturbation=0.1), torch.zeros(2, 3, 4, 4)
-        >>> noise, added = options.draw(x0)
-        >>> noise.equal(added), NoiseOptions().is_plain
-        (False, True)
+        >>> x0 = torch.zeros(2, 3, 4, 4)
+        >>> noise, added = NoiseOptions().draw(x0)
+        >>> noise is added
+        True
+        >>> noise, added = NoiseOptions(perturbation=0.1).draw(x0)
+        >>> noise.equal(added)
+        False
     """
 
     offset: float = 0.0
@@ -60,10 +63,6 @@ class NoiseOptions:
             perturbation=getattr(args, "input_perturbation", 0.0),
             dream=power if wanted else None,
         )
-
-    @property
-    def is_plain(self) -> bool:
-        return not self.offset and not self.perturbation and self.dream is None
 
     def draw(self, x0: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Noise to be predicted and noise that is added, both as `x0` `(B, C, ...)`; the same tensor if they agree.
