@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -131,3 +131,16 @@ class DiskCache:
                 f"The {self.what} take {needed / 1e9:.1f} GB, but {self.parent} has {free / 1e9:.1f} GB free. "
                 f"Give an --output_dir with more room, or {self.flag}."
             )
+
+
+def take_rows(parts: Sequence[torch.Tensor], rows_per_part: int, index: torch.Tensor) -> torch.Tensor:
+    """`(B, ...)` rows by number `(B,)` of tensors end to end, all but the last of which have `rows_per_part`.
+
+    Example:
+        >>> take_rows([torch.tensor([5, 6]), torch.tensor([7])], 2, torch.tensor([2, 0]))
+        tensor([7, 5])
+    """
+    if len(parts) == 1:
+        return parts[0].index_select(0, index)
+    places = (divmod(number, rows_per_part) for number in index.tolist())
+    return torch.stack([parts[part][row] for part, row in places])

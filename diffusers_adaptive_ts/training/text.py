@@ -12,6 +12,7 @@ from accelerate.logging import get_logger
 
 # Captions of one call of the encoder, however many are asked for.
 CHUNK = 32
+_TOKENIZED = 1024
 # The configuration's own book-keeping says nothing about what is computed.
 _NOT_COMPUTED = ("architectures", "transformers_version", "dtype", "torch_dtype")
 logger = get_logger(__name__)
@@ -70,11 +71,14 @@ class TextSpace:
 
     def truncated(self, captions: Sequence[str]) -> list[bool]:
         """`[B]` whether each caption is longer than `max_length`, so that the encoder does not see its end."""
-        if not captions:
-            return []
-        # Not verbose: transformers would warn about one of them, in words that do not fit what happens here.
-        tokens = self.tokenizer(list(captions), padding=False, truncation=False, verbose=False)["input_ids"]
-        return [len(numbers) > self.max_length for numbers in tokens]
+        cut: list[bool] = []
+        # In parts, because tokenizers keep far more of a text than its tokens.
+        for start in range(0, len(captions), _TOKENIZED):
+            part = list(captions[start : start + _TOKENIZED])
+            # Not verbose: transformers would warn about one of them, in words that do not fit what happens here.
+            tokens = self.tokenizer(part, padding=False, truncation=False, verbose=False)["input_ids"]
+            cut += [len(numbers) > self.max_length for numbers in tokens]
+        return cut
 
     def count_truncated(self, captions: Sequence[str]) -> int:
         return sum(self.truncated(captions))
