@@ -33,9 +33,9 @@ class Part(NamedTuple):
 def sampled(train: Part, count: int | None, seed: int | None, notes: list[str]) -> Part:
     """`count` of the training images, in order, chosen by the seed; all of them for None."""
     total = len(train.source)
-    if count is None:
+    if count is None or count == total:
         return train
-    if count >= total:
+    if count > total:
         notes.append(f"--max_train_samples {count:,}: all {total:,} images are used, there are no more.")
         return train
     notes.append(f"{count:,} of {total:,} training images are used, chosen by the seed.")

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from tqdm.auto import tqdm
 
-from .images import ColourImage, Preparation, mode_and_size, open_image, resized_size
+from .images import ColourImage, Preparation, identity, mode_and_size, open_image, resized_size
 
 _CHUNK = 64
 _PROBES = 64
@@ -32,9 +32,6 @@ class ImageSource(Protocol):
 
     def where(self, index: int, value: Any) -> str:
         """How an error message names this image: its row, and its file where there is one."""
-
-    def fingerprint(self) -> str:
-        """Changes when the images do."""
 
     def subset(self, rows: Sequence[int]) -> ImageSource:
         """Some of the images, in this order."""
@@ -54,9 +51,6 @@ class ListSource:
 
     def where(self, index: int, value: Any) -> str:
         return f"image {index} of {self._name}"
-
-    def fingerprint(self) -> str:
-        return f"{self._name}/{len(self)}"
 
     def subset(self, rows: Sequence[int]) -> ListSource:
         return ListSource([self._values[row] for row in rows], self._name)
@@ -167,6 +161,7 @@ class ImageRows(Rows):
             raise ValueError("There are no images.")
         self.source, self.preparation, self.labels, self.captions = source, preparation, labels, captions
         self.modes: Counter[str] = Counter()
+        self._heads_digest = ""
         self.pixels = self._decode_all(budget)
         self._all_square = self._check_heads() if self.pixels is None else self.pixels.all_square()
 
@@ -188,8 +183,8 @@ class ImageRows(Rows):
 
     @cached_property
     def images_fingerprint(self) -> str:
-        """Changes with the images alone."""
-        return self.source.fingerprint() if self.pixels is None else self.pixels.digest()
+        """Changes with the images alone; the identity of a data set would change with every other column too."""
+        return self._heads_digest if self.pixels is None else self.pixels.digest()
 
     def fingerprint(self) -> str:
         """Changes with the images, the labels or the captions."""
@@ -212,15 +207,20 @@ class ImageRows(Rows):
             return self.preparation.stored(image), image.mode
 
     def _check_heads(self) -> bool:
-        """Count the modes, and say whether all images are square once resized."""
+        """Count the modes, digest what the files are, and say whether all images are square once resized."""
         resolution, all_square = self.preparation.resolution, True
+        digest = hashlib.blake2b(digest_size=16)
         with _bar(len(self), "checking") as bar:
             for index, value, mode, size in heads(self.source, range(len(self))):
                 with naming(lambda index=index, value=value: self.source.where(index, value)):
                     self.preparation.check_mode(mode)
                     all_square &= resized_size(*size, resolution) == (resolution, resolution)
                 self.modes[mode] += 1
+                which = identity(value)
+                digest.update(repr((mode, size, len(which))).encode())
+                digest.update(which)
                 bar.update()
+        self._heads_digest = digest.hexdigest()
         return all_square
 
     def _decode_all(self, budget: int) -> Pixels | None:

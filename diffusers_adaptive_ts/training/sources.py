@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,6 @@ class DatasetSource:
 
     def __init__(self, dataset: Dataset, column: str, split: str, rows: Sequence[int] | None = None) -> None:
         self._dataset, self._column, self._split = dataset.select_columns([column]), column, split
-        self._fingerprint = dataset._fingerprint
         self._rows = np.arange(len(dataset)) if rows is None else np.asarray(rows, dtype=np.int64)
 
     def __len__(self) -> int:
@@ -48,10 +46,6 @@ class DatasetSource:
     def where(self, index: int, value: Any) -> str:
         path = value.get("path") if isinstance(value, dict) else None
         return f"Image in row {self._rows[index]} of split {self._split!r}{f' ({path})' if path else ''}"
-
-    def fingerprint(self) -> str:
-        rows = hashlib.blake2b(self._rows.tobytes(), digest_size=8).hexdigest()
-        return f"{self._fingerprint}/{self._split}/{rows}"
 
     def subset(self, rows: Sequence[int]) -> DatasetSource:
         chosen = DatasetSource.__new__(DatasetSource)

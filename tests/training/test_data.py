@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from io import BytesIO
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from datasets import Dataset, DatasetDict, Image
 from PIL import Image as Pictures
 
 from .conftest import make_picture
+from .tiny_stable_diffusion import COLOURS, write_captioned
 
 REAL = Path("/work/shared/data")
 
@@ -223,6 +225,8 @@ def test_fingerprint_changes_with_the_data_alone(load, picture_folder):
         {"validation_images": 1},
         {"class_labels": "label"},
         {"preserve_input_precision": True},
+        {"image_interpolation_mode": "nearest"},
+        {"max_train_samples": 11},
         {"keep_in_memory_bytes": 0},
     ]
     prints = {load(**base | other).fingerprint for other in others}
@@ -237,6 +241,110 @@ def test_the_data_set_comes_before_the_folder(load, picture_folder, tmp_path):
     data = load(dataset_name=name, train_data_dir=str(picture_folder(["L"])), resolution=8)
     assert len(data.train) == 5
     assert "is not used: --dataset_name comes first" in data.notes[-1]
+
+
+def test_a_folder_inside_the_data_set(load, picture_folder, tmp_path):
+    folder = picture_folder(["RGB"] * 9, classes=("a", "b", "b"))
+    options = {"resolution": 8, "data_dir_inside": True}
+    data = load(dataset_name=str(folder), train_data_dir="b", **options)
+    assert (len(data.train), data.name, len(data.notes)) == (6, "pictures/b", 1)
+    assert len(load(dataset_name="imagefolder", train_data_dir=str(folder / "a"), **options).train) == 3
+    assert len(load(train_data_dir=str(folder), **options).train) == 9
+    with pytest.raises(ValueError, match=r"--train_data_dir c inside --dataset_name .*: there is no such folder"):
+        load(dataset_name=str(folder), train_data_dir="c", **options)
+
+
+def captions_by_image(rows) -> dict[bytes, tuple[str, ...]]:
+    batch = rows.batch(range(len(rows)))
+    return {
+        image.numpy().tobytes(): captions for image, captions in zip(batch["images"], batch["captions"], strict=True)
+    }
+
+
+@pytest.mark.parametrize("budget", [0, 2**20])
+def test_captions_stay_with_their_images(load, tmp_path, budget):
+    texts = [[f"picture {number}", f"no. {number}"] for number in range(50)]
+    name = str(write_parquet(tmp_path / "set", {"image": pictures(50), "text": texts}))
+    options = {"dataset_name": name, "resolution": 8, "keep_in_memory_bytes": budget}
+    whole = load(**options, caption_column="text")
+    expected = captions_by_image(whole.train)
+    assert list(expected.values()) == [tuple(text) for text in texts]
+    assert load(**options).train.captions is None
+    data = load(**options, caption_column="text", validation_images=4, max_train_samples=40)
+    assert (len(data.train), len(data.validation)) == (36, 4)
+    found = captions_by_image(data.train) | captions_by_image(data.validation)
+    assert len(found) == 40
+    assert found.items() < expected.items()
+    other = load(**options, caption_column="text", validation_images=4, max_train_samples=40, seed=1)
+    assert other.train.captions != data.train.captions
+
+
+def test_captions_of_an_image_folder(load, tmp_path):
+    folder = write_captioned(tmp_path / "set", 8)
+    data = load(train_data_dir=str(folder), resolution=8, caption_column="text")
+    assert data.train.captions == [(f"{colour} square",) for colour in COLOURS] + [
+        (f"{colour} bar",) for colour in COLOURS
+    ]
+
+
+def test_captions_of_its_own_validation_split(load, tmp_path):
+    train = {"image": pictures(30), "text": [f"picture {number}" for number in range(30)]}
+    test = {"image": pictures(9, 100), "text": [f"picture {number}" for number in range(100, 109)]}
+    options = {"resolution": 12, "caption_column": "text", "validation_images": 5}
+    good = load(dataset_name=str(write_parquet(tmp_path / "good", train, test=test)), **options)
+    whole = load(dataset_name=str(write_parquet(tmp_path / "whole", test)), **options | {"validation_images": 0})
+    assert captions_by_image(good.validation).items() < captions_by_image(whole.train).items()
+    for name, column, problem in (
+        ("none", {}, r"--caption_column text: row \d of split 'test' has no caption"),
+        ("empty", {"text": [""] * 9}, r"--caption_column text: row \d of split 'test' has an empty caption"),
+    ):
+        parts = {"test": {"image": test["image"], **column}}
+        data = load(dataset_name=str(write_parquet(tmp_path / name, train, **parts)), **options)
+        assert (len(data.train), len(data.validation), len(data.validation.captions)) == (27, 3, 3)
+        assert any(re.search(f"Split 'test' is not used for validation. {problem}", note) for note in data.notes)
+    parts = {"train": Dataset.from_dict(train), "test": Dataset.from_dict({"image": test["image"]})}
+    DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    data = load(dataset_name=str(tmp_path / "saved"), **options)
+    assert len(data.validation) == 3
+    assert "Split 'test' is not used for validation. --caption_column text: no such column." in " ".join(data.notes)
+
+
+def test_captions_are_checked_before_training(load, tmp_path):
+    texts = [f"picture {number}" for number in range(20)]
+    columns = {"image": pictures(20), "text": [*texts[:13], " ", *texts[14:]], "n": list(range(20))}
+    options = {"dataset_name": str(write_parquet(tmp_path / "set", columns)), "resolution": 8}
+    with pytest.raises(ValueError, match=r"--caption_column text: row 13 of split 'train' has an empty caption"):
+        load(**options, caption_column="text")
+    with pytest.raises(ValueError, match=r"--caption_column n holds .*Columns of text: text"):
+        load(**options, caption_column="n")
+    with pytest.raises(ValueError, match=r"--caption_column test: no such column. Did you mean 'text'"):
+        load(**options, caption_column="test")
+
+
+def test_all_images_where_there_are_no_more(load, tmp_path):
+    name = str(write_parquet(tmp_path / "set", {"image": pictures(20)}))
+    data = load(dataset_name=name, resolution=8, max_train_samples=21)
+    assert len(data.train) == 20
+    assert "--max_train_samples 21: all 20 images are used, there are no more." in data.notes
+    assert len(load(max_train_samples=100, validation_images=10).train) == 90
+
+
+@pytest.mark.parametrize("budget", [0, 2**20])
+def test_an_edited_caption_changes_the_data_but_not_the_images(load, tmp_path, budget):
+    folder = write_captioned(tmp_path / "set", 12)
+    options = {"train_data_dir": str(folder), "resolution": 8, "keep_in_memory_bytes": budget, "validation_images": 1}
+    before, plain = load(**options, caption_column="text"), load(**options)
+    metadata = folder / "metadata.jsonl"
+    metadata.write_text(metadata.read_text().replace("red bar", "crimson bar", 1))
+    after = load(**options, caption_column="text")
+    assert ("crimson bar",) in after.train.captions + after.validation.captions
+    assert len({before.fingerprint, after.fingerprint, plain.fingerprint}) == 3
+    assert before.images_fingerprint == after.images_fingerprint == plain.images_fingerprint
+    others = [{"image_interpolation_mode": "nearest"}, {"image_mode": "L"}, {"validation_images": 0}]
+    prints = {load(**options | other, caption_column="text").images_fingerprint for other in others}
+    make_picture(99, size=(16, 16)).save(folder / "000.png")
+    prints.add(load(**options, caption_column="text").images_fingerprint)
+    assert len(prints | {before.images_fingerprint}) == 5
 
 
 def test_no_rows_at_all(load, tmp_path):

@@ -20,6 +20,17 @@ def test_other_arguments_are_left_alone():
         ({"dataset_config_name": "small"}, "--dataset_config_name small needs a data set.*give --dataset_name"),
         ({"validation_images": -1}, "--validation_images must be at least 0"),
         ({"image_mode": "rgb"}, "--image_mode must be auto, RGB or L, got 'rgb'"),
+        ({"embedded": False}, "There is no data set.*give --dataset_name or --train_data_dir"),
+        ({"caption_column": "text"}, "--caption_column text: the embedded digits have no captions.*--train_data_dir"),
+        ({"max_train_samples": 0}, "--max_train_samples must be at least 1, got 0"),
+        (
+            {"image_interpolation_mode": "bicubik"},
+            "must be one of bilinear, bicubic, .*nearest_exact, got 'bicubik'.*Did you mean 'bicubic'",
+        ),
+        (
+            {"image_interpolation_mode": "box", "preserve_input_precision": True},
+            "--image_interpolation_mode box is for images of 8 bits",
+        ),
         ({"model_channels": 4}, "takes 4 channels, images have 1"),
         ({"image_mode": "L", "model_channels": 3}, "gives 1 channel.*model takes 3"),
         ({"image_mode": "RGB", "model_channels": 1}, "gives 3 channel.*model takes 1"),
@@ -47,3 +58,15 @@ def test_mistakes_are_said(given, message):
 def test_channels_follow_the_model_or_the_images(given, modes, channels, grey_only):
     preparation = DataOptions(**given).preparation(modes)
     assert (preparation.channels, preparation.grey_only) == (channels, grey_only)
+
+
+def test_a_folder_inside_a_data_set_is_asked_for_by_the_script():
+    both = {"dataset_name": "some/set", "train_data_dir": "part"}
+    assert DataOptions(**both).data_dir is None
+    assert DataOptions(**both, data_dir_inside=True).data_dir == "part"
+    assert DataOptions(train_data_dir="part", data_dir_inside=True, embedded=False).data_dir is None
+
+
+def test_interpolation_reaches_the_preparation():
+    assert DataOptions().preparation(["RGB"]).interpolation == "bilinear"
+    assert DataOptions(image_interpolation_mode="lanczos").preparation(["RGB"]).interpolation == "lanczos"

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from diffusers_adaptive_ts.training.images import (
+    INTERPOLATIONS,
     ColourImage,
     Preparation,
     mode_and_size,
@@ -55,6 +56,26 @@ def test_resize_and_center_crop_are_those_of_pil(size, resized, box, mode):
     assert torch.equal(images[0], (expected / 255 - 0.5) / 0.5)
     assert images.dtype == torch.float32
     assert not flipped.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("bilinear", Image.Resampling.BILINEAR),
+        ("bicubic", Image.Resampling.BICUBIC),
+        ("lanczos", Image.Resampling.LANCZOS),
+        ("box", Image.Resampling.BOX),
+        ("hamming", Image.Resampling.HAMMING),
+        ("nearest", Image.Resampling.NEAREST),
+        ("nearest_exact", Image.Resampling.NEAREST),
+    ],
+)
+def test_interpolations_are_those_of_pil(name, method):
+    image = picture(3, (40, 30))
+    expected = torch.from_numpy(np.array(image.resize((16, 12), method))).permute(2, 0, 1)
+    assert torch.equal(Preparation(12, 3, interpolation=name).stored(image), expected)
+    assert name in INTERPOLATIONS
+    assert len(INTERPOLATIONS) == 7
 
 
 def test_center_crop_before_or_after_keeping_is_the_same():

@@ -26,6 +26,8 @@ from diffusers_adaptive_ts.training.randomness import generator
 from diffusers_adaptive_ts.training.rows import ImageRows, ListSource
 from diffusers_adaptive_ts.training.stream import BatchStream
 
+from .tiny_stable_diffusion import write_captioned
+
 CPU = torch.device("cpu")
 COUNT = 2 * CHUNK + 7
 
@@ -153,6 +155,24 @@ def test_the_cache_is_reused_when_nothing_changed(tmp_path, accelerator, encoded
     assert first.fingerprint == second.fingerprint
     everything = list(range(COUNT))
     assert torch.equal(first.train.batch(everything)["mean"], second.train.batch(everything)["mean"])
+
+
+@pytest.mark.parametrize("budget", [0, 1 << 20])
+def test_an_edited_caption_does_not_encode_the_images_again(budget, tmp_path, accelerator, encoded, load):
+    folder = write_captioned(tmp_path / "set", 20)
+    options = {"train_data_dir": str(folder), "resolution": 8, "image_mode": "L", "keep_in_memory_bytes": budget}
+    options |= {"caption_column": "text", "validation_images": 2}
+    first = prepare_latents(load(**options), make_space(), make_args(tmp_path), accelerator)
+    metadata = folder / "metadata.jsonl"
+    metadata.write_text(metadata.read_text().replace("red", "crimson"))
+    plain = load(**options)
+    second = prepare_latents(plain, make_space(), make_args(tmp_path), accelerator)
+    assert encoded == [18, 2]
+    assert first.fingerprint != second.fingerprint
+    assert second.train.captions == plain.train.captions != first.train.captions
+    assert ("crimson square",) in second.train.captions
+    assert second.validation.captions == plain.validation.captions
+    assert second.train.batch([3, 1])["captions"] == [plain.train.captions[3], plain.train.captions[1]]
 
 
 CHANGES = {

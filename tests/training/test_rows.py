@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import pickle
 
 import pytest
@@ -84,6 +85,43 @@ def test_fingerprint_follows_the_content():
     other = make_rows()
     other.labels = torch.zeros(9, dtype=torch.int64)
     assert other.fingerprint() != make_rows().fingerprint()
+    assert other.images_fingerprint == make_rows().images_fingerprint
+
+
+@pytest.mark.parametrize("budget", [0, 2**20])
+def test_captions_come_with_their_images(budget):
+    rows = make_rows(budget=budget)
+    plain = rows.fingerprint()
+    rows.captions = [(f"image {number}", "or so") for number in range(9)]
+    assert rows.batch([4, 0])["captions"] == [("image 4", "or so"), ("image 0", "or so")]
+    assert rows.batch(torch.tensor([8]))["captions"] == [("image 8", "or so")]
+    assert rows.item(3)["captions"] == ("image 3", "or so")
+    prints = {plain, rows.fingerprint()}
+    rows.captions = [*rows.captions[:-1], ("edited",)]
+    prints.add(rows.fingerprint())
+    rows.captions = [(one + two,) for one, two in [("image ", "0or so")] * 9]
+    prints.add(rows.fingerprint())
+    assert len(prints) == 4
+    assert rows.images_fingerprint == make_rows(budget=budget).images_fingerprint
+
+
+def test_files_that_are_not_decoded_are_known_by_bytes_or_by_path_size_and_time(tmp_path):
+    def digest(*values):
+        return ImageRows(ListSource(list(values), "files"), Preparation(8, 3)).images_fingerprint
+
+    files = [tmp_path / f"{number}.bmp" for number in range(2)]
+    for number, file in enumerate(files):
+        make_picture(number).save(file)
+    encoded = [{"bytes": file.read_bytes(), "path": None} for file in files]
+    paths = [{"bytes": None, "path": str(file)} for file in files]
+    prints = {digest(*encoded), digest(*encoded[::-1]), digest(encoded[0]), digest(*paths), digest(*paths[::-1])}
+    pictures = [make_picture(number) for number in range(2)]
+    assert len(prints | {digest(*pictures), digest(*pictures[::-1])}) == 7
+    assert digest(*paths) in prints
+    make_picture(7).save(files[1])
+    os.utime(files[1], ns=(0, 0))
+    # The size is the same, so the time of change has to tell.
+    assert digest(*paths) not in prints
 
 
 def test_a_colour_image_among_grey_ones_is_named():

@@ -17,7 +17,8 @@ def make_rows(count: int = 23, in_memory: bool = True) -> ImageRows:
     pictures = [make_picture(number, size=((9, 9), (9, 12), (14, 9))[number % 3]) for number in range(count)]
     preparation = Preparation(8, 3, random_flip=True)
     labels = torch.arange(count) % 5
-    return ImageRows(ListSource(pictures, "pictures"), preparation, labels, budget=2**20 if in_memory else 0)
+    captions = [(f"picture {number}", str(number)) for number in range(count)]
+    return ImageRows(ListSource(pictures, "pictures"), preparation, labels, 2**20 if in_memory else 0, captions)
 
 
 def take(stream: BatchStream, count: int, start: int = 0) -> list[dict[str, torch.Tensor]]:
@@ -28,7 +29,8 @@ def assert_same(first: list[dict], second: list[dict]) -> None:
     assert len(first) == len(second) > 0
     for left, right in zip(first, second, strict=True):
         assert left.keys() == right.keys()
-        assert all(torch.equal(left[key], right[key]) for key in left)
+        assert left["captions"] == right["captions"]
+        assert all(torch.equal(left[key], right[key]) for key in left if key != "captions")
 
 
 def test_a_batch_is_a_function_of_its_number():
@@ -68,6 +70,9 @@ def test_every_image_once_per_epoch_and_epochs_differ():
         order[0], torch.cat([b["index"] for b in take(BatchStream(make_rows(), 4, seed=1), 6)])[:23]
     )
     assert all(torch.equal(batch["labels"], batch["index"] % 5) for batch in batches)
+    assert all(
+        batch["captions"] == [(f"picture {row}", str(row)) for row in batch["index"].tolist()] for batch in batches
+    )
 
 
 def test_flips_and_crops_change_from_epoch_to_epoch():

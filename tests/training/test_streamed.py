@@ -17,7 +17,7 @@ from .conftest import make_picture
 def files(tmp_path):
     """`files([5, 6])` writes two shards of 5 and 6 pictures whose labels are their numbers."""
 
-    def write(shards: list[int], test: int = 0, broken: int | None = None) -> str:
+    def write(shards: list[int], test: int = 0, broken: int | None = None, no_caption: int | None = None) -> str:
         folder, first = tmp_path / "set", 0
         folder.mkdir()
         names = ClassLabel(names=[f"class {number}" for number in range(200)])
@@ -26,6 +26,7 @@ def files(tmp_path):
             numbers = list(range(first, first + count))
             values = [make_picture(number, size=(9, 11)) for number in numbers]
             columns = {"image": values, "label": numbers, "n": [0.5] * count, "word": ["a"] * count}
+            columns["texts"] = [[] if number == no_caption else [f"no. {number}", "or so"] for number in numbers]
             part = Dataset.from_dict(columns).cast_column("image", Image()).cast_column("label", names)
             if broken in numbers:
                 rows = part.cast_column("image", Image(decode=False)).to_list()
@@ -62,7 +63,8 @@ def assert_same(first: list[dict], second: list[dict]) -> None:
     assert len(first) == len(second) > 0
     for left, right in zip(first, second, strict=True):
         assert left.keys() == right.keys()
-        assert all(torch.equal(left[key], right[key]) for key in left)
+        assert left.get("captions") == right.get("captions")
+        assert all(torch.equal(left[key], right[key]) for key in left if key != "captions")
 
 
 def labels_of(batches: list[dict]) -> list[int]:
@@ -177,3 +179,68 @@ def test_a_broken_image_later_in_the_stream(files, load_stream):
     data = load_stream(files([70, 10], broken=72))
     with pytest.raises(ValueError, match=r"Image \d+ of the stream.* cannot be read"):
         take(make_stream(data, 10, 0), 8)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("held", [0, 4])
+def test_captions_come_with_their_images(files, load_stream, workers, held):
+    name = files([12, 10])
+    data = load_stream(name, caption_column="texts", validation_images=held)
+    batches = take(make_stream(data, 4, 0, num_workers=workers), 8)
+    for batch in batches:
+        assert batch["captions"] == [(f"no. {number}", "or so") for number in batch["labels"].tolist()]
+    assert_same(take(make_stream(data, 4, 0, num_workers=workers), 3, start=5), batches[5:])
+    if held:
+        assert data.validation.captions == [(f"no. {number}", "or so") for number in range(4)]
+    assert load_stream(name, validation_images=held).fingerprint != data.fingerprint
+
+
+def test_captions_of_a_stream_are_checked(files, load_stream):
+    name = files([80], no_caption=70)
+    with pytest.raises(ValueError, match=r"--caption_column n holds .*Columns of text: word, texts"):
+        load_stream(name, caption_column="n")
+    with pytest.raises(ValueError, match=r"--caption_column text: no such column\. Did you mean 'texts'"):
+        load_stream(name, caption_column="text")
+    data = load_stream(name, caption_column="texts")
+    with pytest.raises(ValueError, match=r"--caption_column texts: image \d+ of the stream has an empty list"):
+        take(make_stream(data, 10, 0), 8)
+
+
+@pytest.mark.parametrize("number", [0, 63])
+def test_the_first_captions_of_a_stream_are_checked_at_once(files, load_stream, number):
+    name = files([80], no_caption=number)
+    with pytest.raises(ValueError, match=f"--caption_column texts: image {number} of the stream has an empty list"):
+        load_stream(name, caption_column="texts")
+
+
+def test_validation_captions_of_a_stream_are_checked_at_once(files, load_stream):
+    name = files([20], test=5, no_caption=23)
+    with pytest.raises(ValueError, match="--caption_column texts: image 3 of split 'test' has an empty list"):
+        load_stream(name, caption_column="texts", validation_images=5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("shards", [[15, 15, 15, 15], [60], [31, 9, 20]])
+@pytest.mark.parametrize("held", [0, 2])
+def test_the_head_of_a_stream_alone(files, load_stream, world_size, shards, held):
+    data = load_stream(files(shards), max_train_samples=24, validation_images=held)
+    ranks = [make_stream(data, 2, 0, rank, world_size) for rank in range(world_size)]
+    epoch = (24 - held) // world_size
+    seen = [labels_of(take(rank, 3 * epoch // 2 + 1))[: 3 * epoch] for rank in ranks]
+    for number in range(3):
+        together = [label for labels in seen for label in labels[number * epoch : (number + 1) * epoch]]
+        assert sorted(together) == list(range(held, 24))
+    assert seen[0][:epoch] != seen[0][epoch : 2 * epoch]
+    later = take(ranks[-1], 2, start=epoch)
+    assert_same(take(ranks[-1], epoch + 2)[epoch:], later)
+
+
+def test_the_head_of_a_stream_keeps_images_to_train_on(files, load_stream):
+    name = files([30, 30])
+    data = load_stream(name, max_train_samples=20, validation_images=100)
+    assert len(data.validation) == 2
+    few = load_stream(name, max_train_samples=9, validation_images=100)
+    assert few.validation is None
+    assert "No images held out for validation: a tenth of 9 is less than one." in few.notes
+    assert sorted(labels_of(take(make_stream(few, 9, 0), 1))) == list(range(9))
+    assert len({load_stream(name, **more).fingerprint for more in ({}, {"max_train_samples": 59})}) == 2
