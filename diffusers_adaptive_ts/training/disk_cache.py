@@ -140,7 +140,7 @@ def take_rows(parts: Sequence[torch.Tensor], rows_per_part: int, index: torch.Te
         >>> take_rows([torch.tensor([5, 6]), torch.tensor([7])], 2, torch.tensor([2, 0]))
         tensor([7, 5])
     """
-    if len(parts) == 1:
+    if len(parts) == 1 or len(index) == 0:
         return parts[0].index_select(0, index)
     places = (divmod(number, rows_per_part) for number in index.tolist())
     return torch.stack([parts[part][row] for part, row in places])

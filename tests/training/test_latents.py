@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import os
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from diffusers_adaptive_ts.training.randomness import generator
 from diffusers_adaptive_ts.training.rows import ImageRows, ListSource
 from diffusers_adaptive_ts.training.stream import BatchStream
 
+from .thread_ranks import on_ranks
 from .tiny_stable_diffusion import write_captioned
 
 CPU = torch.device("cpu")
@@ -293,40 +293,14 @@ def test_batches_of_cached_latents_stream_like_images(tmp_path, accelerator):
             assert torch.equal(images[key], codes[key])
 
 
-class Rank:
-    """An accelerator's rank in a thread."""
-
-    device = CPU
-
-    def __init__(self, index: int, barrier: threading.Barrier, shared: dict[int, torch.Tensor]) -> None:
-        self.process_index, self.num_processes, self.is_main_process = index, barrier.parties, index == 0
-        self.wait_for_everyone, self._shared = barrier.wait, shared
-
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._shared[self.process_index] = tensor
-        self.wait_for_everyone()
-        return torch.cat([self._shared[index] for index in range(self.num_processes)])
-
-
 def test_ranks_share_the_encoding(tmp_path, accelerator, monkeypatch, encoded):
     monkeypatch.setattr(disk_cache, "_BYTES_PER_FILE", 1)
     alone = prepare_latents(make_data(), make_space(), make_args(tmp_path / "alone"), accelerator)
     encoded.clear()
-    barrier, shared, results = threading.Barrier(2, timeout=30), {}, {}
-
-    spaces = [make_space(), make_space()]
-
-    def run(index: int) -> None:
-        rank = Rank(index, barrier, shared)
-        results[index] = prepare_latents(make_data(), spaces[index], make_args(tmp_path / "both"), rank)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    spaces, args = [make_space(), make_space()], make_args(tmp_path / "both")
+    results = on_ranks(lambda rank: prepare_latents(make_data(), spaces[rank.process_index], args, rank))
     assert sorted(encoded) == [5, 7, CHUNK, CHUNK]
     everything = list(range(COUNT))
-    for prepared in (results[0], results[1]):
+    for prepared in results:
         assert torch.equal(prepared.train.batch(everything)["mean"], alone.train.batch(everything)["mean"])
     shutil.rmtree(tmp_path / "both")
