@@ -7,9 +7,10 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+from .training.lora import FILE_NAME as LORA_NAME
 from .training.output_folder import pipeline_parts
 
-PUBLISHED_FILES = ("model_index.json", "README.md", "samples.png", "training_log.jsonl", "report.html")
+PUBLISHED_FILES = ("model_index.json", LORA_NAME, "README.md", "samples.png", "training_log.jsonl", "report.html")
 
 
 def ensure_repository(name: str, *, token: str | None = None, private: bool = False) -> str:
@@ -33,8 +34,10 @@ def publish(folder: Path, repo_id: str, *, token: str | None = None, message: st
         token: used for every call and stored nowhere.
         message: of the commit.
     """
-    if not (folder / "model_index.json").is_file():
-        raise ValueError(f"{folder} holds no pipeline (no model_index.json), so there is nothing to publish.")
+    if not any((folder / name).is_file() for name in ("model_index.json", LORA_NAME)):
+        raise ValueError(
+            f"{folder} holds no pipeline (no model_index.json) and no {LORA_NAME}, so there is nothing to publish."
+        )
     parts = [*pipeline_parts(folder), "timestep_sampler"]
     return str(
         HfApi(token=token).upload_folder(

@@ -71,6 +71,42 @@ def add_sampler_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_optimizer_options(group: Any, *, lr_scheduler: str, adam_beta1: float, adam_weight_decay: float) -> None:
+    """The optimizer's options under the names of both of diffusers' scripts, whose defaults differ."""
+    group.add_argument("--gradient_accumulation_steps", type=positive_int, default=1)
+    group.add_argument("--learning_rate", type=positive_float, default=1e-4)
+    group.add_argument("--lr_scheduler", default=lr_scheduler, help="A name that diffusers.optimization takes.")
+    group.add_argument("--lr_warmup_steps", type=whole_number, default=500)
+    group.add_argument("--adam_beta1", type=float, default=adam_beta1)
+    group.add_argument("--adam_beta2", type=float, default=0.999)
+    group.add_argument("--adam_weight_decay", type=float, default=adam_weight_decay)
+    group.add_argument("--adam_epsilon", type=float, default=1e-8)
+    group.add_argument("--use_ema", action="store_true", help="Average the weights, and save the average.")
+    group.add_argument("--local_rank", type=int, default=-1, help="Set by the launcher.")
+
+
+def add_checkpoint_and_hub_options(group: Any) -> None:
+    group.add_argument("--overwrite_output_dir", action="store_true", help="Replace a run that is in output_dir.")
+    group.add_argument("--checkpointing_steps", type=positive_int, default=500)
+    group.add_argument("--checkpoints_total_limit", type=positive_int)
+    group.add_argument("--resume_from_checkpoint", help="`latest`, or a checkpoint folder.")
+    group.add_argument("--logging_dir", default="logs", help="Of the tracker, inside output_dir.")
+    group.add_argument("--push_to_hub", action="store_true", help="Upload the result to the Hub.")
+    group.add_argument("--hub_token", help="Token for the upload; stored nowhere.")
+    group.add_argument("--hub_model_id", help="Name of the repository; unset: the name of output_dir.")
+    group.add_argument("--hub_private_repo", action="store_true", help="Create the repository private.")
+
+
+def add_image_options(group: Any) -> None:
+    group.add_argument("--center_crop", action="store_true", help="Crop at the centre instead of at random.")
+    group.add_argument("--random_flip", action="store_true", help="Mirror images at random.")
+    group.add_argument(
+        "--train_batch_size", type=positive_int, default=16, help="Samples per process and forward pass."
+    )
+    group.add_argument("--dataloader_num_workers", type=whole_number, default=0, help="Processes that decode images.")
+    group.add_argument("--cache_dir", help="Where downloaded models and data sets are kept.")
+
+
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
     group.add_argument(
@@ -153,6 +189,9 @@ def _read_config(parser: argparse.ArgumentParser, path: str) -> dict[str, Any]:
         if action.nargs == "*":
             if not isinstance(value, dict):
                 parser.error(f"--config {path}: {key} must be a mapping of options to values, got {value!r}.")
+        elif action.nargs == "+":
+            if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+                parser.error(f"--config {path}: {key} must be a list of texts, got {value!r}.")
         elif isinstance(action.const, bool) or isinstance(action, argparse.BooleanOptionalAction):
             if not isinstance(value, bool):
                 parser.error(f"--config {path}: {key} must be true or false, got {value!r}.")

@@ -26,10 +26,12 @@ class LatentSpace:
     Args:
         autoencoder: an AutoencoderKL, AutoencoderTiny or VQModel with float32 weights.
         stated: whether its configuration names a scaling factor, rather than leaving it to a class default.
+        fixed: keep the scaling factor in any case, because a network was trained with it.
     """
 
-    def __init__(self, autoencoder: ModelMixin, stated: bool = True) -> None:
+    def __init__(self, autoencoder: ModelMixin, stated: bool = True, fixed: bool = False) -> None:
         self.autoencoder = autoencoder.eval().requires_grad_(False)
+        self._fixed = fixed
         self._stated = stated and autoencoder.config.scaling_factor != 1
         config = autoencoder.config
         if config.in_channels != config.out_channels:
@@ -87,11 +89,7 @@ class LatentSpace:
 
     def fingerprint(self) -> str:
         """Changes when class or weights change; the scaling factor is no part of what is encoded."""
-        digest = hashlib.sha256(type(self.autoencoder).__name__.encode())
-        for name, tensor in sorted(self.autoencoder.state_dict().items()):
-            digest.update(f"{name}{tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-        return digest.hexdigest()[:16]
+        return weights_fingerprint(self.autoencoder)
 
     @torch.no_grad()
     def encode(self, images: torch.Tensor, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +117,7 @@ class LatentSpace:
         With the factor `1 / sqrt(Var z)` over all elements, as in section D.1 of the latent diffusion paper. It is
         rounded so that machines whose last bits differ agree on it.
         """
-        if rows is None and self._stated:
+        if self._fixed or (rows is None and self._stated):
             return None
         if rows is None:
             raise ValueError(
@@ -136,6 +134,15 @@ class LatentSpace:
         self.autoencoder.register_to_config(scaling_factor=measured)
         self._stated = True
         return f"scaling_factor of the autoencoder set to {measured:g}, measured on the data ({old})"
+
+
+def weights_fingerprint(model: torch.nn.Module) -> str:
+    """Changes when class or weights of a model change."""
+    digest = hashlib.sha256(type(model).__name__.encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def measure_scaling_factor(space: LatentSpace, rows: Any, device: torch.device | str, count: int = 256) -> float:

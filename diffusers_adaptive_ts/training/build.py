@@ -18,6 +18,7 @@ from .checkpoints import find_checkpoint, set_aside_newer
 from .families import Family
 from .heap import keep_freed_memory
 from .log import TrainingLog
+from .noise import NoiseOptions
 from .output_folder import check_space, clear_folder
 from .run import Run, facts, shown_command
 from .run_state import load_run, saved_seed
@@ -69,8 +70,6 @@ def build_run(
     optimizer = setup.make_optimizer(args, model)
     lr_scheduler = setup.make_lr_scheduler(args, optimizer, max_train_steps)
     model, optimizer = accelerator.prepare(model, optimizer)
-    if ema is not None:
-        ema.to(accelerator.device)
     run = Run(
         args=args,
         accelerator=accelerator,
@@ -88,7 +87,10 @@ def build_run(
         seed=seed,
         max_train_steps=max_train_steps,
         steps_in_epoch=steps_in_epoch,
+        noise=NoiseOptions.from_args(args),
     )
+    if ema is not None:
+        ema.to(run.ema_device)
     window = None
     if found is not None:
         window = load_run(run, found)

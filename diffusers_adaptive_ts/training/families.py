@@ -9,14 +9,19 @@ from ..registry import did_you_mean
 from .family import Family
 from .family_dit import DiTFamily
 from .family_ldm import LatentUNetFamily
+from .family_stable_diffusion import StableDiffusionFamily
 from .family_unet2d import UNet2DFamily
 
 if TYPE_CHECKING:
     from .data import ImageData
 
-__all__ = ["FAMILIES", "Family", "image_channels", "make_family"]
+__all__ = ["FAMILIES", "UNCONDITIONAL", "Family", "image_channels", "make_family"]
 
-FAMILIES: dict[str, type[Family]] = {family.name: family for family in (UNet2DFamily, LatentUNetFamily, DiTFamily)}
+# The families without text, which one script trains; the other trains the last.
+UNCONDITIONAL: dict[str, type[Family]] = {
+    family.name: family for family in (UNet2DFamily, LatentUNetFamily, DiTFamily)
+}
+FAMILIES: dict[str, type[Family]] = {**UNCONDITIONAL, StableDiffusionFamily.name: StableDiffusionFamily}
 
 
 def make_family(args: argparse.Namespace, data: ImageData) -> Family:

@@ -33,6 +33,7 @@ class Family:
         config: the network's configuration; set by the subclass.
         clip_sample: whether clean samples lie in [-1, 1], so that sampling may clip to it; latents do not.
         default_steps: denoising steps that the pipeline takes unless told otherwise.
+        images_per_call: how many images a pipeline makes at once at most; None leaves it to the caller.
         data: the data that training sees; `prepare_data` replaces it.
         notes: what the log should say about decisions made here.
     """
@@ -44,6 +45,7 @@ class Family:
     config: dict[str, Any]
     clip_sample = True
     default_steps = 50
+    images_per_call: int | None = None
 
     def __init__(self, args: argparse.Namespace, data: ImageData) -> None:
         self.args = args
@@ -58,6 +60,22 @@ class Family:
     def build_model(self) -> ModelMixin:
         """The network with fresh weights from torch's global generator."""
         return self.model_class.from_config(self.config)
+
+    def average_start(self, model: ModelMixin) -> ModelMixin:
+        """The network whose weights an average starts from."""
+        return model
+
+    def save_model(self, model: ModelMixin, folder: Path) -> None:
+        """Write the trained weights into a checkpoint."""
+        model.save_pretrained(folder / self.model_folder)
+
+    def load_model(self, model: ModelMixin, folder: Path) -> None:
+        """Put a checkpoint's weights into the network."""
+        model.load_state_dict(self.model_class.from_pretrained(folder, subfolder=self.model_folder).state_dict())
+
+    def identity(self) -> dict[str, Any]:
+        """What else must not change between a checkpoint and the run that resumes it."""
+        return {}
 
     def build_scheduler(self) -> DDPMScheduler:
         """The noise process of the options; what the model predicts stands in its config and so in the pipeline's."""
@@ -138,6 +156,7 @@ class Family:
         model.eval()
         try:
             parts = []
+            batch_size = min(batch_size, self.images_per_call or batch_size)
             for start in range(0, count, batch_size):
                 indices = range(start, min(start + batch_size, count))
                 parts.append(

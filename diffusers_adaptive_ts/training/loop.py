@@ -78,10 +78,13 @@ def _optimizer_step(run: Run, batches: Iterator[dict[str, torch.Tensor]]) -> tor
         batch = next(batches)
         x0 = run.family.clean_samples(batch, drawing, accelerator.device)
         conditioning = run.family.conditioning(batch, drawing, accelerator.device)
-        noise = torch.randn_like(x0)
+        noise, added = run.noise.draw(x0)
         timesteps = run.sampler.sample(x0)
         with accelerator.accumulate(run.model):
-            pred = run.model(run.scheduler.add_noise(x0, noise, timesteps), timesteps, **conditioning).sample
+            noise, added = run.noise.rectified(
+                run.model, run.sampler.objective, x0, noise, added, timesteps, conditioning
+            )
+            pred = run.model(run.scheduler.add_noise(x0, added, timesteps), timesteps, **conditioning).sample
             loss = run.sampler.loss(pred, x0, noise, timesteps)
             with run.sampler.observe(run.model, x0, ema=run.ema, **conditioning):
                 accelerator.backward(loss)
@@ -93,7 +96,9 @@ def _optimizer_step(run: Run, batches: Iterator[dict[str, torch.Tensor]]) -> tor
     if not accelerator.optimizer_step_was_skipped:
         run.lr_scheduler.step()
     if run.ema is not None:
+        run.ema.to(accelerator.device)
         run.ema.step(run.bare_model.parameters())
+        run.ema.to(run.ema_device)
     return losses
 
 
@@ -109,8 +114,10 @@ def _mean_loss(run: Run, window: torch.Tensor) -> float:
     return total / count
 
 
-def _epoch_ends(run: Run, every: int) -> bool:
-    """Whether this step ends an epoch that `every` asks for: the first, then every so many, as upstream."""
+def _epoch_ends(run: Run, every: int | None) -> bool:
+    """Whether this step ends an epoch that `every` asks for: the first, then every so many, as upstream; None: never."""
+    if every is None:
+        return False
     if run.steps_in_epoch is None:  # a stream has no epochs that could be counted
         return run.step % run.args.checkpointing_steps == 0
     if run.step % run.steps_in_epoch:

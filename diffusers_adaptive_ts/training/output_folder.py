@@ -11,9 +11,10 @@ import torch
 
 from .checkpoints import list_checkpoints
 from .log import LOG_NAME
+from .lora import FILE_NAME as LORA_NAME
 
 # What a run writes beside its pipeline and checkpoints.
-_RUN_FILES = (LOG_NAME, "report.html", "samples.png", "samples", "timestep_sampler")
+_RUN_FILES = (LOG_NAME, "report.html", "samples.png", "samples", "timestep_sampler", LORA_NAME)
 
 
 def check_folder(args: argparse.Namespace) -> Path:

@@ -22,6 +22,7 @@ from ..evaluation.validation import StableValidation
 from ..samplers import TimestepSampler
 from .families import Family
 from .log import TrainingLog
+from .noise import NoiseOptions
 
 
 @dataclass
@@ -44,12 +45,18 @@ class Run:
     seed: int
     max_train_steps: int
     steps_in_epoch: int | None
+    noise: NoiseOptions
     step: int = 0
     minutes_before: float = 0.0
 
     @property
     def bare_model(self) -> torch.nn.Module:
         return self.accelerator.unwrap_model(self.model)
+
+    @property
+    def ema_device(self) -> torch.device:
+        """Where the averaged weights are kept between steps."""
+        return torch.device("cpu") if getattr(self.args, "offload_ema", False) else self.accelerator.device
 
 
 def facts(run: Run, command: str) -> dict[str, Any]:
@@ -73,6 +80,7 @@ def facts(run: Run, command: str) -> dict[str, Any]:
         "weighting": run.sampler.weighting.name,
         "seed": run.seed,
         "parameters": sum(parameter.numel() for parameter in run.bare_model.parameters()),
+        "trained_parameters": sum(p.numel() for p in run.bare_model.parameters() if p.requires_grad),
         "data": run.family.data.name,
         "images": len(run.family.data.train) if run.family.data.train is not None else None,
         "max_train_steps": run.max_train_steps,

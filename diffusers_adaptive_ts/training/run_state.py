@@ -20,6 +20,8 @@ _SAME_OPTIONS = (
     "train_batch_size", "gradient_accumulation_steps", "learning_rate", "lr_scheduler", "lr_warmup_steps",
     "adam_beta1", "adam_beta2", "adam_weight_decay", "adam_epsilon", "max_grad_norm", "mixed_precision",
     "use_ema", "ema_inv_gamma", "ema_power", "ema_max_decay", "label_dropout", "random_flip", "center_crop",
+    "caption_dropout", "noise_offset", "input_perturbation", "dream_training", "dream_detail_preservation",
+    "use_8bit_adam",
 )  # fmt: skip
 
 
@@ -29,6 +31,7 @@ def identity(run: Run) -> dict[str, Any]:
     sampler = config_of(run.sampler)
     return {
         "model family": run.family.name,
+        **run.family.identity(),
         "model configuration": json.loads(json.dumps(config, default=str)),
         "timestep sampler": sampler["sampler"],
         "sampler options": {k: v for k, v in sampler["options"].items() if k != "seed"},
@@ -46,7 +49,7 @@ def save_run(run: Run, folder: Path, minutes: float, loss_window: torch.Tensor) 
     save_file({"loss_window": loss_window.cpu()}, folder / f"window-rank-{run.accelerator.process_index}.safetensors")
     if not run.accelerator.is_main_process:
         return
-    run.bare_model.save_pretrained(folder / run.family.model_folder)
+    run.family.save_model(run.bare_model, folder)
     if run.ema is not None:
         run.ema.save_pretrained(folder / f"{run.family.model_folder}_ema")
     run.sampler.save_pretrained(folder / "timestep_sampler")
@@ -69,13 +72,11 @@ def load_run(run: Run, folder: Path) -> torch.Tensor:
     state = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
     check_identity(identity(run), state["identity"], folder)
     family = run.family
-    saved = family.model_class.from_pretrained(folder, subfolder=family.model_folder)
-    run.bare_model.load_state_dict(saved.state_dict())
-    del saved
+    family.load_model(run.bare_model, folder)
     if run.ema is not None:
         ema = EMAModel.from_pretrained(str(folder / f"{family.model_folder}_ema"), family.model_class)
         run.ema.load_state_dict(ema.state_dict())
-        run.ema.to(run.accelerator.device)
+        run.ema.to(run.ema_device)
     load_optimizer(run.optimizer, folder / "optimizer.safetensors")
     run.lr_scheduler.load_state_dict({**run.lr_scheduler.state_dict(), **state["lr_scheduler"]})
     if run.accelerator.scaler is not None:

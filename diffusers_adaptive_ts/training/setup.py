@@ -36,10 +36,19 @@ def make_accelerator(args: argparse.Namespace) -> Accelerator:
 
 def check_installed(args: argparse.Namespace) -> None:
     """An option whose package is missing would be dropped in silence further down."""
-    if args.logger != "none" and importlib.util.find_spec(args.logger) is None:
-        raise ValueError(f"--logger {args.logger} is not installed: pip install {args.logger}, or give --logger none.")
+    flag = "report_to" if hasattr(args, "report_to") else "logger"
+    if args.logger not in ("none", "all") and importlib.util.find_spec(args.logger) is None:
+        raise ValueError(f"--{flag} {args.logger} is not installed: pip install {args.logger}, or give --{flag} none.")
+    if getattr(args, "use_8bit_adam", False) and importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError("--use_8bit_adam needs bitsandbytes: pip install bitsandbytes, or leave it out.")
     if args.enable_xformers_memory_efficient_attention and importlib.util.find_spec("xformers") is None:
         raise ValueError("--enable_xformers_memory_efficient_attention needs xformers: pip install xformers.")
+
+
+def scale_learning_rate(args: argparse.Namespace, accelerator: Accelerator) -> None:
+    """`--scale_lr`: the learning rate of one sample, times the samples of an optimizer step."""
+    if getattr(args, "scale_lr", False):
+        args.learning_rate *= args.gradient_accumulation_steps * args.train_batch_size * accelerator.num_processes
 
 
 def choose_seed(args: argparse.Namespace) -> int:
@@ -61,8 +70,8 @@ def make_run_sampler(args: argparse.Namespace, scheduler: DDPMScheduler, channel
         options.setdefault("in_channels", channels)
     if args.loss_weighting is not None:
         options.update(weighting=args.loss_weighting, weighting_options=args.weighting_options)
-    sampler = make_sampler(args.timestep_sampler, scheduler, **options)
-    if args.loss_weighting is None and sampler.weighting.name == "uniform" and args.prediction_type == "sample":
+    sampler, predicts = make_sampler(args.timestep_sampler, scheduler, **options), scheduler.config.prediction_type
+    if args.loss_weighting is None and sampler.weighting.name == "uniform" and predicts == "sample":
         # diffusers' script weights x0-prediction by the SNR, which is the eps error.
         return make_sampler(args.timestep_sampler, scheduler, weighting="epsilon", **options)
     return sampler
@@ -80,7 +89,10 @@ def count_steps(args: argparse.Namespace, batches_in_epoch: int | None) -> tuple
 
 
 def make_optimizer(args: argparse.Namespace, model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
+    kind = torch.optim.AdamW
+    if getattr(args, "use_8bit_adam", False):
+        from bitsandbytes.optim import AdamW8bit as kind
+    return kind(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=args.learning_rate,
         betas=(args.adam_beta1, args.adam_beta2),
@@ -102,14 +114,17 @@ def make_lr_scheduler(
 
 
 def make_ema(args: argparse.Namespace, model: torch.nn.Module, family: Family) -> EMAModel | None:
+    """Warmed up as the options of the unconditional script say; as EMAModel does by itself where there are none."""
     if not args.use_ema:
         return None
+    warm_up = {}
+    if hasattr(args, "ema_max_decay"):
+        warm_up = {"decay": args.ema_max_decay, "inv_gamma": args.ema_inv_gamma, "power": args.ema_power}
     return EMAModel(
-        model.parameters(),
-        decay=args.ema_max_decay,
-        use_ema_warmup=True,
-        inv_gamma=args.ema_inv_gamma,
-        power=args.ema_power,
+        family.average_start(model).parameters(),
+        use_ema_warmup=bool(warm_up),
+        foreach=getattr(args, "foreach_ema", False),
         model_cls=family.model_class,
         model_config=model.config,
+        **warm_up,
     )
