@@ -24,7 +24,6 @@ from diffusers_adaptive_ts.training.arguments import (
     parse,
     positive_float,
     positive_int,
-    whole_number,
 )
 from diffusers_adaptive_ts.training.entry import run_training, said_in_one_line
 from diffusers_adaptive_ts.training.images import INTERPOLATIONS

@@ -92,13 +92,15 @@ class StableDiffusionFamily(LatentFamily):
             if config.get(key, 4) != self.space.channels:
                 raise ValueError(
                     f"The unet's {key} is {config.get(key, 4)}, but the autoencoder's latents have "
-                    f"{self.space.channels} channels. Inpainting and other networks of more inputs are not trained here."
+                    f"{self.space.channels} channels. Inpainting and other networks of more inputs are not trained "
+                    "here."
                 )
         width = config.get("cross_attention_dim", 1280)
         if width != self.text.hidden_size:
             raise ValueError(
                 f"The unet's cross_attention_dim is {width}, but the text encoder gives {self.text.hidden_size} "
-                f"numbers per token. Set cross_attention_dim to {self.text.hidden_size}, or use another --text_encoder."
+                f"numbers per token. Set cross_attention_dim to {self.text.hidden_size}, or use another "
+                "--text_encoder."
             )
 
     def build_model(self) -> ModelMixin:

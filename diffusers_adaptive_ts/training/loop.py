@@ -115,7 +115,7 @@ def _mean_loss(run: Run, window: torch.Tensor) -> float:
 
 
 def _epoch_ends(run: Run, every: int | None) -> bool:
-    """Whether this step ends an epoch that `every` asks for: the first, then every so many, as upstream; None: never."""
+    """Whether this step ends an epoch that is asked for: the first, then every so many, as upstream; None: never."""
     if every is None:
         return False
     if run.steps_in_epoch is None:  # a stream has no epochs that could be counted

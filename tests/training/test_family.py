@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diffusers_adaptive_ts.training.data import ImageData
-from diffusers_adaptive_ts.training.families import FAMILIES
+from diffusers_adaptive_ts.training.families import FAMILIES, UNCONDITIONAL
 
 from .tiny_models import DIT, UNET, make, write_models
 
@@ -25,10 +25,11 @@ def test_sample_size_follows_the_data_and_the_log_is_told(folder, tmp_path):
     assert family.notes == ["sample_size of the model set from 256 to 8"]
 
 
-def test_the_families_are_those_of_the_command_line():
-    assert list(FAMILIES) == ["unet2d", "ldm", "dit"]
+def test_the_families_are_those_of_the_command_lines():
+    """The unconditional script offers all but the last, which has a script of its own."""
+    assert list(UNCONDITIONAL) == ["unet2d", "ldm", "dit"]
     assert {name: cls.model_folder for name, cls in FAMILIES.items()} == {
-        "unet2d": "unet", "ldm": "unet", "dit": "transformer",
+        "unet2d": "unet", "ldm": "unet", "dit": "transformer", "stable_diffusion": "unet",
     }  # fmt: skip
 
 

@@ -53,17 +53,16 @@ def tiny_pipeline(**scheduler: Any) -> StableDiffusionPipeline:
         in_channels=3, out_channels=3, latent_channels=4, block_out_channels=(8, 16), norm_num_groups=4,
         down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, sample_size=16,
     )  # fmt: skip
+    schedule = {
+        "num_train_timesteps": 50, "beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012,
+        "skip_prk_steps": True, "steps_offset": 1, **scheduler,
+    }  # fmt: skip
     return StableDiffusionPipeline(
         vae=autoencoder,
         text_encoder=CLIPTextModel(text),
         tokenizer=tokenizer,
         unet=UNet2DConditionModel(**tiny_unet_config()),
-        scheduler=PNDMScheduler(
-            **{
-                "num_train_timesteps": 50, "beta_schedule": "scaled_linear", "beta_start": 0.00085,
-                "beta_end": 0.012, "skip_prk_steps": True, "steps_offset": 1, **scheduler,
-            }
-        ),  # fmt: skip
+        scheduler=PNDMScheduler(**schedule),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
