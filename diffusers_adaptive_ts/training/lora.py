@@ -43,7 +43,7 @@ def add_lora(
     if not (math.isfinite(alpha) and alpha > 0):
         raise ValueError(f"--lora_alpha must be above 0; got {alpha}. Leave it out for alpha = rank.")
     targets = _checked_targets(model, DEFAULT_TARGETS if targets is None else targets)
-    model.requires_grad_(False)
+    model.requires_grad_(False)  # today's peft does it too, but does not promise it
     model.add_adapter(
         LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights="gaussian", target_modules=targets), _ADAPTER
     )

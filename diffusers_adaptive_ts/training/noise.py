@@ -98,7 +98,7 @@ class NoiseOptions:
         # Without DDP, whose buckets wait for a backward; the mixed precision is the bare module's own forward.
         with torch.no_grad():
             pred = predict(unwrapped(model), noisy, timesteps, conditioning)
-        # Inside the caller's autocast, weights cast without gradients would be taken for the trained ones.
+        # Inside a caller's autocast, older torch takes the weights it cast without gradients for the trained ones.
         torch.clear_autocast_cache()
         abar = lookup(objective.alphas_cumprod, timesteps).view(-1, *[1] * (x0.ndim - 1))
         eps_hat = _noise_of(pred.float(), noisy.float(), abar, objective.prediction_type)
