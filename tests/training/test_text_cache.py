@@ -83,6 +83,7 @@ def test_cached_embeddings_are_those_of_encoding(in_memory, files, tmp_path, acc
     embedder, notes = prepare_captions(make_data(), text, args, accelerator)
     assert isinstance(embedder, CachedEmbedder)
     assert len(list(tmp_path.glob("text_embeddings/*/captions-*.safetensors"))) == files
+    assert len(embedder._parts) == (1 if in_memory else files)
     # Each caption once, however many rows have it.
     assert len(encoded) == len(set(encoded)) == UNIQUE
     (note,) = notes
@@ -131,7 +132,8 @@ def test_the_cache_is_reused_when_nothing_changed(tmp_path, accelerator, encoded
 
 
 CHANGES = {
-    "captions": (make_data([*TRAIN, ("new",)]), make_text()),
+    "more captions": (make_data([*TRAIN, ("new",)]), make_text()),
+    "a caption": (make_data(held=[("new",)]), make_text()),
     "encoder": (make_data(), make_text(seed=1)),
 }
 
@@ -143,8 +145,9 @@ def test_the_cache_is_made_again_when_something_changed(change, tmp_path, accele
     data, text = CHANGES[change]
     embedder, (note,) = prepare_captions(data, text, make_args(tmp_path), accelerator)
     assert "encoded once" in note
-    assert len(encoded) == UNIQUE + (change == "captions")
-    torch.testing.assert_close(embedder(["no 7"], CPU), text.encode(["no 7"], CPU), atol=1e-6, rtol=1e-5)
+    assert len(encoded) == UNIQUE + (change == "more captions")
+    some = ["no 7", "shared", data.validation.captions[-1][0]]
+    torch.testing.assert_close(embedder(some, CPU), text.encode(some, CPU), atol=1e-6, rtol=1e-5)
 
 
 DAMAGES = {
