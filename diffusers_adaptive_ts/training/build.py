@@ -35,6 +35,7 @@ def build_run(
     An older run in the folder is removed last, when everything that can be wrong has been looked at.
     """
     keep_freed_memory(accelerator.device)
+    noise = NoiseOptions.from_args(args)
     found = find_checkpoint(folder, args.resume_from_checkpoint) if args.resume_from_checkpoint else None
     seed = saved_seed(found) if found is not None and args.seed is None else setup.choose_seed(args)
     # The same first weights on every rank and in every run with this seed.
@@ -87,7 +88,7 @@ def build_run(
         seed=seed,
         max_train_steps=max_train_steps,
         steps_in_epoch=steps_in_epoch,
-        noise=NoiseOptions.from_args(args),
+        noise=noise,
     )
     if ema is not None:
         ema.to(run.ema_device)
@@ -135,5 +136,5 @@ def start_logging() -> None:
     logging.basicConfig(
         format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", level=logging.INFO
     )
-    for noisy in ("httpx", "PIL", "matplotlib", "datasets", "fsspec"):
+    for noisy in ("httpx", "httpx2", "PIL", "matplotlib", "datasets", "fsspec"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -27,9 +27,12 @@ def finish(run: Run) -> int:
     """Push where that was asked for, and say where everything is; the exit code tells whether the push went well."""
     folder, code = run.folder, 0
     if run.accelerator.is_main_process:
+        what = "LoRA" if getattr(run.args, "lora_rank", None) else "pipeline"
+        # Without prompts, or with an --eval_batch_size of 0, there are no pictures to look at.
+        seen = [str(folder / name) for name in ("samples.png", "report.html") if (folder / name).is_file()]
         lines = [
-            f"The pipeline is in {folder}, the sampler in {folder / 'timestep_sampler'}.",
-            f"Look at {folder / 'samples.png'} and {folder / 'report.html'}. Generate with:",
+            f"The {what} is in {folder}, the sampler in {folder / 'timestep_sampler'}.",
+            f"Look at {' and '.join(seen)}. Generate with:",
             "",
             run.family.how_to_generate(folder),
         ]
