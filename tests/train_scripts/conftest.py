@@ -1,12 +1,18 @@
-"""Run the scripts as a user does: a process of their own, a tiny network, the digits."""
+"""Run the scripts as a user does: a process of their own, a tiny network, the digits or captioned pictures."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from accelerate.state import AcceleratorState, GradientState
+
+from diffusers_adaptive_ts.training.entry import said_in_one_line
+from tests.training.tiny_stable_diffusion import write_captioned, write_pipeline
 
 ROOT = Path(__file__).parents[2]
 TINY_UNET = {
@@ -34,10 +40,10 @@ class Script:
         self.config = folder / "tiny_unet.json"
         self.config.write_text(json.dumps(TINY_UNET))
 
-    def words(self, output_dir: str, **options) -> list[str]:
-        given = {
+    def defaults(self) -> dict:
+        """Options of every command line here, unless others are given."""
+        return {
             "model_config_name_or_path": self.config,
-            "output_dir": self.folder / output_dir,
             "train_batch_size": 8,
             "max_train_steps": 6,
             "checkpointing_steps": 3,
@@ -50,10 +56,11 @@ class Script:
             "seed": 0,
             "logger": "none",
             "lr_warmup_steps": 2,
-            **options,
         }
+
+    def words(self, output_dir: str, **options) -> list[str]:
         words = []
-        for name, value in given.items():
+        for name, value in {**self.defaults(), "output_dir": self.folder / output_dir, **options}.items():
             if value is True:
                 words.append(f"--{name}")
             elif isinstance(value, list):
@@ -61,6 +68,26 @@ class Script:
             elif value is not None and value is not False:
                 words += [f"--{name}", str(value)]
         return words
+
+    @classmethod
+    def load(cls) -> ModuleType:
+        """The script as a module."""
+        spec = importlib.util.spec_from_file_location(cls.path.stem, cls.path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    def here(self, words: list[str]) -> int | str:
+        """Run it in this process, which saves the seconds of importing; returns what it gives to `sys.exit`."""
+        _forget_accelerator()
+        try:
+            return said_in_one_line(lambda: self.load().main(words))
+        finally:
+            _forget_accelerator()
+
+    def log(self, output_dir: str) -> list[dict]:
+        lines = (self.folder / output_dir / "training_log.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
 
     def environment(self) -> dict[str, str]:
         return {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -79,6 +106,51 @@ class Script:
         return done
 
 
+class TextToImage(Script):
+    """The same for `train_text_to_image.py`: a tiny Stable Diffusion, and pictures with captions."""
+
+    path = ROOT / "train_scripts" / "train_text_to_image.py"
+
+    def __init__(self, folder: Path, given: Path) -> None:
+        self.folder, self.pipeline, self.pictures = folder, given / "pipeline", given / "pictures"
+
+    def defaults(self) -> dict:
+        return {
+            "pretrained_model_name_or_path": self.pipeline,
+            "train_data_dir": self.pictures,
+            "cache_dir": self.folder / "cache",
+            "resolution": 16,
+            "train_batch_size": 4,
+            "max_train_steps": 2,
+            "checkpointing_steps": 2,
+            "validation_steps": 0,
+            "logging_steps": 1,
+            "learning_rate": 1e-3,
+            "lr_warmup_steps": 0,
+            "seed": 0,
+            "report_to": "none",
+        }
+
+
+def _forget_accelerator() -> None:
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
 @pytest.fixture
 def script(tmp_path) -> Script:
     return Script(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def given_parts(tmp_path_factory) -> Path:
+    """A tiny Stable Diffusion in `pipeline` and 60 captioned pictures in `pictures`; to read only."""
+    folder = tmp_path_factory.mktemp("given")
+    write_pipeline(folder / "pipeline")
+    write_captioned(folder / "pictures", count=60)
+    return folder
+
+
+@pytest.fixture
+def text_to_image(tmp_path, given_parts) -> TextToImage:
+    return TextToImage(tmp_path, given_parts)
