@@ -40,6 +40,12 @@ def test_columns_that_hold_no_text(feature):
         check_caption_column(Features(**features, words=Strings, more=[Strings]), "text")
 
 
+def test_lists_as_older_versions_of_datasets_write_them():
+    check_caption_column({"text": [Strings]}, "text")
+    with pytest.raises(ValueError, match="--caption_column text holds"):
+        check_caption_column({"text": [Value("int64")]}, "text")
+
+
 def test_a_column_that_is_not_there():
     features = Features(image=ImageFeature(), title=Strings, n=Value("int64"))
     message = (

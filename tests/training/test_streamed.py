@@ -201,8 +201,9 @@ def test_captions_of_a_stream_are_checked(files, load_stream):
         load_stream(name, caption_column="n")
     with pytest.raises(ValueError, match=r"--caption_column text: no such column\. Did you mean 'texts'"):
         load_stream(name, caption_column="text")
+    order = labels_of(take(make_stream(load_stream(name), 10, 0), 8))
     data = load_stream(name, caption_column="texts")
-    with pytest.raises(ValueError, match=r"--caption_column texts: image \d+ of the stream has an empty list"):
+    with pytest.raises(ValueError, match=f"texts: image {order.index(70)} of the stream has an empty list"):
         take(make_stream(data, 10, 0), 8)
 
 
@@ -243,4 +244,10 @@ def test_the_head_of_a_stream_keeps_images_to_train_on(files, load_stream):
     assert few.validation is None
     assert "No images held out for validation: a tenth of 9 is less than one." in few.notes
     assert sorted(labels_of(take(make_stream(few, 9, 0), 1))) == list(range(9))
-    assert len({load_stream(name, **more).fingerprint for more in ({}, {"max_train_samples": 59})}) == 2
+
+
+def test_more_of_a_stream_is_other_data(files, load_stream):
+    name = files([90])
+    # More than the examples that are looked at before training.
+    given = [{}, {"max_train_samples": 80}, {"max_train_samples": 70}]
+    assert len({load_stream(name, **more).fingerprint for more in given}) == 3
