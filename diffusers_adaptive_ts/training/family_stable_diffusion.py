@@ -123,11 +123,11 @@ class StableDiffusionFamily(LatentFamily):
 
     def build_scheduler(self) -> DDPMScheduler:
         args = self.args
-        changes: dict[str, Any] = {}
+        changes: dict[str, Any] = {"clip_sample": self.clip_sample}  # which PNDM's configuration says nothing about
         if self.parts.scheduler is None:
             asked = {"num_train_timesteps": args.ddpm_num_steps, "beta_schedule": args.ddpm_beta_schedule}
-            changes = {**_SCHEDULE, **{key: value for key, value in asked.items() if value is not None}}
-            changes |= {"clip_sample": False, "steps_offset": 1}
+            changes |= {**_SCHEDULE, **{key: value for key, value in asked.items() if value is not None}}
+            changes["steps_offset"] = 1
         if args.prediction_type is not None:
             changes["prediction_type"] = args.prediction_type
         if args.rescale_betas_zero_snr:
