@@ -183,6 +183,12 @@ def _own_text_encoder(source: str, cache_dir: str | None) -> tuple[Any, torch.nn
             f"--text_encoder {source} cannot be loaded: {str(error).splitlines()[0]} Give a folder or repository that "
             "holds a text encoder of transformers and its tokenizer."
         ) from None
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        # What transformers gives for some classes where there is no vocabulary: every caption would be the same.
+        raise ValueError(
+            f"--text_encoder {source} holds an encoder but no vocabulary of a tokenizer. Save the encoder's tokenizer "
+            "in the same folder."
+        )
     if not encoder.config.model_type.startswith("clip"):
         # StableDiffusionPipeline then tells the encoder which tokens are padding, as all but CLIP's were trained.
         encoder.config.use_attention_mask = True
