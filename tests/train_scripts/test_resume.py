@@ -26,9 +26,17 @@ def files_of(checkpoint: Path) -> dict[str, bytes]:
             state = json.loads(path.read_text())
             del state["minutes"], state["log_position"]
             contents[name] = json.dumps(state).encode()
+        elif name.endswith(".safetensors"):
+            contents[name] = without_order(path.read_bytes())
         elif name != "manifest.json":
             contents[name] = path.read_bytes()
     return contents
+
+
+def without_order(data: bytes) -> bytes:
+    """Safetensors writes the metadata of one and the same file in any order."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    return json.dumps(json.loads(data[8:end]), sort_keys=True).encode() + data[end:]
 
 
 def log_of(folder: Path) -> list[dict]:

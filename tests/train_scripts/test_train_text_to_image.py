@@ -1,4 +1,4 @@
-"""The text-to-image script as a user meets it: upstream's command line, and what whole, LoRA and new networks leave."""
+"""The text-to-image script as users meet it: upstream's command line; what whole, LoRA and new networks leave."""
 
 import io
 import json
