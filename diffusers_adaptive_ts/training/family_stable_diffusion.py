@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import DDPMScheduler, PNDMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from diffusers.models.modeling_utils import ModelMixin
 
 from .autoencoders import LatentSpace, weights_fingerprint
@@ -134,7 +135,8 @@ class StableDiffusionFamily(LatentFamily):
             # Generation must start at the timestep without signal, which "leading" skips.
             changes |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
         try:
-            scheduler = DDPMScheduler.from_config({**dict(self._own_schedule()), **changes})
+            # Changes as arguments: in the configuration, those of keys that a file leaves out would be dropped.
+            scheduler = DDPMScheduler.from_config(self._own_schedule(), **changes)
         except NotImplementedError as error:
             raise ValueError(f"--ddpm_beta_schedule: {error}") from None
         if scheduler.config.rescale_betas_zero_snr and scheduler.config.prediction_type == "epsilon":
@@ -250,9 +252,20 @@ def _generating(own: Any | None, scheduler: DDPMScheduler) -> Any:
     changes = {"prediction_type": scheduler.config.prediction_type}
     if scheduler.config.rescale_betas_zero_snr:
         changes |= {"rescale_betas_zero_snr": True, "timestep_spacing": scheduler.config.timestep_spacing}
-    known = inspect.signature(type(own).__init__).parameters
-    # PNDM takes the word "sample" and refuses it at the first step.
-    cannot = isinstance(own, PNDMScheduler) and changes["prediction_type"] == "sample"
-    if cannot or not set(changes) <= set(known):
+    if not set(changes) <= set(inspect.signature(type(own).__init__).parameters):
         return deterministic(scheduler)
-    return type(own).from_config({**own.config, **changes})
+    changed = type(own).from_config(own.config, **changes)
+    return changed if _steps(changed) else deterministic(scheduler)
+
+
+def _steps(scheduler: Any) -> bool:
+    """Whether it takes a step: PNDM and others know the word of a prediction type and refuse it then."""
+    trial, sample = copy.deepcopy(scheduler), torch.zeros(1, 4, 2, 2)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            trial.set_timesteps(4)
+            time = trial.timesteps[0]
+            trial.step(torch.zeros_like(sample), time, trial.scale_model_input(sample, time))
+        except (NotImplementedError, ValueError):
+            return False
+    return True
