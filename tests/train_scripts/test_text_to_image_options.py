@@ -113,7 +113,10 @@ def test_dream_noise_offset_and_input_perturbation(text_to_image, monkeypatch):
 
 
 def test_v_prediction_stands_in_the_saved_scheduler(text_to_image):
-    assert text_to_image.here(text_to_image.words("run", prediction_type="v_prediction", snr_gamma=5)) == 0
+    """Where the learning rate is scaled too: by 4 images in each of 2 parts of a step."""
+    options = {"snr_gamma": 5, "scale_lr": True, "gradient_accumulation_steps": 2}
+    assert text_to_image.here(text_to_image.words("run", prediction_type="v_prediction", **options)) == 0
+    assert [row["lr"] for row in text_to_image.log("run") if row["kind"] == "train"] == pytest.approx([8e-3] * 2)
     scheduler = saved(text_to_image, "run").scheduler
     assert type(scheduler) is PNDMScheduler
     assert scheduler.config.prediction_type == "v_prediction"
@@ -155,14 +158,17 @@ def test_zero_terminal_snr_replaces_a_scheduler_that_does_not_know_it(text_to_im
     assert scheduler.config.timestep_spacing == "trailing"
 
 
-def test_averaged_weights_are_the_same_offloaded_and_in_fewer_operations(text_to_image):
-    for name, options in {"plain": {}, "other": {"offload_ema": True, "foreach_ema": True}}.items():
-        assert text_to_image.here(text_to_image.words(name, use_ema=True, max_train_steps=3, **options)) == 0
-    plain, other = (load_file(text_to_image.folder / name / "unet" / WEIGHTS) for name in ("plain", "other"))
-    for name, weight in plain.items():
-        torch.testing.assert_close(weight, other[name], rtol=1e-5, atol=1e-7)
-    raw = load_file(text_to_image.folder / "other" / "checkpoint-2" / "unet" / WEIGHTS)
-    assert not all(weight.equal(plain[name]) for name, weight in raw.items())
+def test_averaged_weights_offloaded_and_in_fewer_operations(text_to_image):
+    options = {"use_ema": True, "offload_ema": True, "foreach_ema": True, "checkpointing_steps": 1}
+    assert text_to_image.here(text_to_image.words("run", **options)) == 0
+    run = text_to_image.folder / "run"
+    one, two = (load_file(run / f"checkpoint-{step}" / "unet" / WEIGHTS) for step in (1, 2))
+    # EMAModel starts from the first step's weights, and its decay at the second is (1 + 1) / (10 + 1).
+    average = load_file(run / "unet" / WEIGHTS)
+    for name, weight in average.items():
+        torch.testing.assert_close(weight, 2 / 11 * one[name] + 9 / 11 * two[name], rtol=1e-5, atol=1e-7)
+    assert not all(weight.equal(average[name]) for name, weight in two.items())
+    assert same_tensors(run / "unet" / WEIGHTS, run / "checkpoint-2" / "unet_ema" / WEIGHTS)
 
 
 def test_a_half_pipeline_of_a_variant_keeps_its_precision_and_trains_in_float32(text_to_image):
@@ -253,6 +259,17 @@ def test_lora_is_clipped_and_resumes_exactly(text_to_image):
     same_run(text_to_image.folder / "straight", text_to_image.folder / "resumed", 4)
 
 
+@pytest.mark.parametrize(
+    ("step", "asked", "in_epoch", "until"),
+    [(4, 2, 20, 5), (20, 20, 20, 20), (20, 21, 20, 21), (21, 21, 20, 22), (41, 21, 20, 21), (4, 4, None, 4)],
+)
+def test_which_resumed_runs_take_one_more_step(step, asked, in_epoch, until):
+    """Upstream looks whether it is at the end after a step, in the epochs from the checkpoint's to the last."""
+    run = SimpleNamespace(step=step, max_train_steps=asked, steps_in_epoch=in_epoch)
+    TextToImage.load().one_more_step(run)
+    assert run.max_train_steps == until
+
+
 def test_resuming_past_the_end_takes_one_more_step_as_upstream(text_to_image):
     """The steps of diffusers' own test of its script, test_text_to_image_checkpointing_use_ema and its neighbours."""
     assert text_to_image.here(text_to_image.words("run", train_batch_size=1, max_train_steps=4)) == 0
@@ -265,3 +282,17 @@ def test_resuming_past_the_end_takes_one_more_step_as_upstream(text_to_image):
     assert text_to_image.here(words) == 0
     assert {path.name for path in folder.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-5"}
     saved(text_to_image, "run")
+
+
+def test_a_dry_run_describes_the_run_and_writes_nothing(text_to_image, capsys):
+    """Options from a file, of which lists are some."""
+    config = text_to_image.folder / "config.yaml"
+    config.write_text("validation_prompts: [red bar, blue]\nlora_targets: [to_q, to_v]\nlora_rank: 2\nsnr_gamma: 3\n")
+    assert text_to_image.here(text_to_image.words("run", config=config, dry_run=True)) == 0
+    said = capsys.readouterr().out
+    assert "model: stable_diffusion, UNet2DConditionModel" in said
+    assert "sampler: uniform, weighting min_snr" in said
+    options = json.loads(said[: said.index("\nmodel:")])
+    assert options["validation_prompts"] == ["red bar", "blue"]
+    assert (options["lora_rank"], options["lora_targets"]) == (2, ["to_q", "to_v"])
+    assert not (text_to_image.folder / "run").exists()

@@ -109,6 +109,8 @@ def pushed(script: TextToImage, name: str, **options) -> dict[str, bytes]:
     script.output = script.folder / name
     assert "Pushed to" in script.said
     assert TOKEN not in script.said
+    kept = [path for path in script.output.rglob("*") if path.is_file()]
+    assert not [path for path in kept if TOKEN.encode() in path.read_bytes()]
     assert not [path for path in files if path.startswith(("checkpoint", "latents", "text_embeddings", "logs"))]
     return files
 
@@ -225,7 +227,12 @@ def lora(tmp_path_factory, given_parts) -> TextToImage:
         lora_rank=3,
         lora_alpha=6,
         lora_targets=["to_q", "to_v"],
+        timestep_sampler="adaptive",
+        sampler_options=["update_every=1"],
         mixed_precision="bf16",
+        gradient_checkpointing=True,
+        validation_steps=1,
+        validation_images=4,
         learning_rate=0.05,
         validation_prompts=PROMPTS,
     )
@@ -258,6 +265,12 @@ class TestLora:
         assert {weight.dtype for weight in weights.values()} == {torch.float32}
         row = lora.log("lora")[0]
         assert row["trained_parameters"] == sum(weight.numel() for weight in weights.values()) < row["parameters"]
+
+    def test_the_adaptive_sampler_learns_with_it(self, lora):
+        assert int(TimestepSampler.from_pretrained(lora.output, subfolder="timestep_sampler").events) == 2
+        validated = [row["simple"] for row in lora.log("lora") if row["kind"] == "validation"]
+        assert len(set(validated)) == 3
+        assert all(map(math.isfinite, validated))
 
     def test_the_end_message_says_how_to_load_it(self, lora):
         assert f"The LoRA is in {lora.output}" in lora.said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -18,6 +19,8 @@ from safetensors.torch import load_file
 from diffusers_adaptive_ts.training.data import load_image_data
 from diffusers_adaptive_ts.training.family_stable_diffusion import StableDiffusionFamily
 from diffusers_adaptive_ts.training.lora import weights_of
+from diffusers_adaptive_ts.training.run import Run
+from diffusers_adaptive_ts.training.setup import make_ema
 
 from .tiny_stable_diffusion import tiny_pipeline, tiny_unet_config, write_captioned, write_pipeline
 
@@ -247,6 +250,32 @@ class TestLora:
         family = make(parts, lora_rank=2, mixed_precision="bf16")
         family.build_model()
         assert family.identity() == seen[0]
+
+
+def test_averaged_weights_are_kept_where_and_as_the_options_say(parts):
+    """Here every device is a CPU, so this asks where they would be."""
+    gpu = SimpleNamespace(device=torch.device("cuda", 1))
+    for offload, device in ((True, CPU), (False, gpu.device)):
+        run = SimpleNamespace(args=argparse.Namespace(offload_ema=offload), accelerator=gpu)
+        assert Run.ema_device.fget(run) == device
+    family = make(parts)
+    for foreach in (True, False):
+        args = argparse.Namespace(use_ema=True, foreach_ema=foreach)
+        assert make_ema(args, family.build_model(), family).foreach is foreach
+
+
+def test_the_average_starts_from_the_variant_where_it_is_kept_apart(parts, tmp_path):
+    """As in diffusers' script, what is trained is of no variant where there is such a file."""
+    pipeline = tiny_pipeline()
+    pipeline.save_pretrained(tmp_path)
+    with torch.no_grad():
+        pipeline.unet.conv_in.bias.add_(1)
+    pipeline.save_pretrained(tmp_path, variant="averaged")
+    family = make(parts, pretrained_model_name_or_path=str(tmp_path), variant="averaged")
+    model = family.build_model()
+    average = family.average_start(model)
+    torch.testing.assert_close(average.conv_in.bias, model.conv_in.bias + 1)
+    assert make(parts).average_start(model) is model
 
 
 def test_prompts_are_taken_in_turn(parts):
