@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from diffusers.optimization import SchedulerType
 
 from ..key_values import parse_key_values
 from ..registry import did_you_mean
@@ -33,6 +34,8 @@ def positive_float(text: str) -> float:
     return value
 
 
+# Those of diffusers but for the one that needs rules, which no option gives.
+_LR_SCHEDULERS = [kind.value for kind in SchedulerType if kind != SchedulerType.PIECEWISE_CONSTANT]
 _WANTED = {
     int: "a whole number",
     float: "a number",
@@ -75,7 +78,7 @@ def add_optimizer_options(group: Any, *, lr_scheduler: str, adam_beta1: float, a
     """The optimizer's options under the names of both of diffusers' scripts, whose defaults differ."""
     group.add_argument("--gradient_accumulation_steps", type=positive_int, default=1)
     group.add_argument("--learning_rate", type=positive_float, default=1e-4)
-    group.add_argument("--lr_scheduler", default=lr_scheduler, help="A name that diffusers.optimization takes.")
+    group.add_argument("--lr_scheduler", default=lr_scheduler, choices=_LR_SCHEDULERS)
     group.add_argument("--lr_warmup_steps", type=whole_number, default=500)
     group.add_argument("--adam_beta1", type=float, default=adam_beta1)
     group.add_argument("--adam_beta2", type=float, default=0.999)

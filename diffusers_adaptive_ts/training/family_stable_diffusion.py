@@ -216,7 +216,7 @@ class StableDiffusionFamily(LatentFamily):
         """LoRA weights mean something on the network that they were trained on only."""
         args = self.args
         if args.lora_rank is None:
-            return {}
+            return {"--lora_rank": None}
         targets = sorted(args.lora_targets) if args.lora_targets else None
         return {
             "--lora_rank": args.lora_rank,

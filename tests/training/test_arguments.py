@@ -3,8 +3,10 @@
 import argparse
 
 import pytest
+import torch
 
-from diffusers_adaptive_ts.training.arguments import add_run_options, add_sampler_options, parse
+from diffusers_adaptive_ts.training.arguments import add_optimizer_options, add_run_options, add_sampler_options, parse
+from diffusers_adaptive_ts.training.setup import make_lr_scheduler
 
 
 @pytest.fixture
@@ -81,3 +83,16 @@ def test_a_bad_file_is_an_error_that_names_the_key(parser, tmp_path, capsys, tex
 def test_bad_flags_are_errors(parser, argv):
     with pytest.raises(SystemExit):
         parse(parser, argv)
+
+
+def test_schedules_of_the_learning_rate_are_those_that_can_be_built(capsys):
+    parser = argparse.ArgumentParser()
+    add_optimizer_options(parser, lr_scheduler="cosine", adam_beta1=0.9, adam_weight_decay=0.0)
+    [schedules] = [action.choices for action in parser._actions if action.dest == "lr_scheduler"]
+    for name in schedules:
+        args = parser.parse_args(["--lr_scheduler", name, "--lr_warmup_steps", "2"])
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        assert 0 <= make_lr_scheduler(args, optimizer, 10).get_last_lr()[0] <= 1
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--lr_scheduler", "constnt"])
+    assert "constant_with_warmup" in capsys.readouterr().err

@@ -20,6 +20,7 @@ from diffusers_adaptive_ts.training.data import load_image_data
 from diffusers_adaptive_ts.training.family_stable_diffusion import StableDiffusionFamily
 from diffusers_adaptive_ts.training.lora import weights_of
 from diffusers_adaptive_ts.training.run import Run
+from diffusers_adaptive_ts.training.run_state import check_identity
 from diffusers_adaptive_ts.training.setup import make_ema
 
 from .tiny_stable_diffusion import tiny_pipeline, tiny_unet_config, write_captioned, write_pipeline
@@ -250,6 +251,14 @@ class TestLora:
         family = make(parts, lora_rank=2, mixed_precision="bf16")
         family.build_model()
         assert family.identity() == seen[0]
+
+
+def test_whole_networks_and_lora_do_not_resume_each_other(parts, tmp_path):
+    whole, lora = make(parts).identity(), make(parts, lora_rank=2).identity()
+    check_identity(whole, json.loads(json.dumps(whole)), tmp_path)
+    for now, then in ((whole, lora), (lora, whole)):
+        with pytest.raises(ValueError, match=r"belongs to another run.*--lora_rank: now"):
+            check_identity(now, then, tmp_path)
 
 
 def test_averaged_weights_are_kept_where_and_as_the_options_say(parts):
