@@ -144,10 +144,10 @@ def script(tmp_path) -> Script:
 
 @pytest.fixture(scope="session")
 def given_parts(tmp_path_factory) -> Path:
-    """A tiny Stable Diffusion in `pipeline` and 60 captioned pictures in `pictures`; to read only."""
+    """A tiny Stable Diffusion in `pipeline` and 100 captioned pictures in `pictures`; to read only."""
     folder = tmp_path_factory.mktemp("given")
     write_pipeline(folder / "pipeline")
-    write_captioned(folder / "pictures", count=60)
+    write_captioned(folder / "pictures", count=100)
     return folder
 
 

@@ -137,7 +137,8 @@ WHOLE = {
     "foreach_ema": True,
     "caption_dropout": 0.2,
     "random_flip": True,
-    "max_train_steps": 12,
+    # Below an epoch, and long enough to be killed in the middle by a machine that is busy.
+    "max_train_steps": 20,
     "checkpointing_steps": 4,
     "validation_steps": 4,
     "validation_images": 4,
@@ -156,14 +157,13 @@ def whole(tmp_path_factory, given_parts) -> TextToImage:
 @pytest.mark.slow
 class TestWhole:
     def test_checkpoints_have_upstreams_layout(self, whole):
-        assert sorted(path.name for path in whole.output.glob("checkpoint-*")) == [
-            "checkpoint-12", "checkpoint-4", "checkpoint-8",
-        ]  # fmt: skip
+        names = {path.name for path in whole.output.glob("checkpoint-*")}
+        assert names == {f"checkpoint-{step}" for step in (4, 8, 12, 16, 20)}
         for part in ("unet", "unet_ema"):
-            assert (whole.output / "checkpoint-12" / part / WEIGHTS).is_file()
+            assert (whole.output / "checkpoint-20" / part / WEIGHTS).is_file()
 
     def test_the_network_is_trained_and_its_average_is_what_is_saved(self, whole):
-        last = whole.output / "checkpoint-12"
+        last = whole.output / "checkpoint-20"
         assert not same_tensors(last / "unet" / WEIGHTS, whole.pipeline / "unet" / WEIGHTS)
         assert not same_tensors(last / "unet_ema" / WEIGHTS, last / "unet" / WEIGHTS)
         assert same_tensors(whole.output / "unet" / WEIGHTS, last / "unet_ema" / WEIGHTS)
@@ -184,7 +184,7 @@ class TestWhole:
             np.testing.assert_array_equal(grid, written)
 
     def test_report_log_and_tracker_have_the_pictures_too(self, whole):
-        assert [row["step"] for row in whole.log("whole") if row["kind"] == "samples"] == [12]
+        assert [row["step"] for row in whole.log("whole") if row["kind"] == "samples"] == [20]
         assert '"samples":[{' in (whole.output / "report.html").read_text().replace(" ", "")
         [events] = (whole.output / "logs" / "text2image-fine-tune").glob("events.out.tfevents*")
         [shown] = EventAccumulator(str(events.parent)).Reload().Images("samples")
@@ -200,7 +200,7 @@ class TestWhole:
         assert "latents encoded once into" in whole.said
         assert "text embeddings encoded once into" in whole.said
         # "white square" has one letter more than fits.
-        assert "8 of 60 captions are longer than the 12 tokens" in whole.said
+        assert "13 of 100 captions are longer than the 12 tokens" in whole.said
         assert whole.said.count("are longer than") == 1
 
     def test_the_upload_is_the_pipeline_the_sampler_and_the_pictures(self, whole):
@@ -213,7 +213,7 @@ class TestWhole:
         words = whole.words("killed", **WHOLE)
         kill_in_the_middle(whole.command(words), whole.environment(), whole.folder / "killed", "checkpoint-4")
         done = whole.run([*words, "--resume_from_checkpoint", "latest"])
-        same_run(whole.output, whole.folder / "killed", 12)
+        same_run(whole.output, whole.folder / "killed", 20)
         assert "latents reused from" in done.stderr
         assert "text embeddings reused from" in done.stderr
 
@@ -336,25 +336,3 @@ class TestFromScratch:
         assert f"unet/{WEIGHTS}" in scratch.files
         assert "samples.png" not in scratch.files
         assert f"Look at {scratch.output / 'report.html'}." in scratch.said
-
-
-@pytest.mark.slow
-def test_two_processes_share_the_work_and_resume_exactly(text_to_image):
-    """Stopped between its two checkpoints: a copy of the run without the last one goes on."""
-    options = WHOLE | {"max_train_steps": 6, "checkpointing_steps": 3, "validation_prompts": None}
-    text_to_image.run(text_to_image.words("straight", **options), processes=2)
-    [first, *_] = text_to_image.log("straight")
-    assert first["effective_batch"] == 8
-    folder = text_to_image.folder / "straight"
-    ranks = [load_file(folder / "checkpoint-6" / f"sampler-rank-{rank}.safetensors") for rank in (0, 1)]
-    assert any(not ranks[0][name].equal(ranks[1][name]) for name in ranks[0]), "both drew the same timesteps"
-    # A checkpoint's folder alone is what it takes.
-    resumed = text_to_image.folder / "resumed"
-    resumed.mkdir()
-    (folder / "checkpoint-3").rename(resumed / "checkpoint-3")
-    lines = (folder / "training_log.jsonl").read_text()
-    (resumed / "training_log.jsonl").write_text(lines)
-    words = text_to_image.words("resumed", **options)
-    text_to_image.run([*words, "--resume_from_checkpoint", "latest"], processes=2)
-    same_run(folder, resumed, 6)
-    assert StableDiffusionPipeline.from_pretrained(resumed).unet.config.cross_attention_dim == 16
