@@ -12,7 +12,7 @@ import pytest
 
 from diffusers_adaptive_ts import cli, list_samplers, list_weightings
 from diffusers_adaptive_ts.samplers import sampler_class
-from diffusers_adaptive_ts.weightings import _WEIGHTINGS
+from diffusers_adaptive_ts.weightings import weighting_entry
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -140,7 +140,7 @@ def ours(entry):
 
 def test_the_tables_of_the_readme_name_every_sampler_and_weighting():
     assert sorted(table("Samplers")) == [name for name in list_samplers() if ours(sampler_class(name))]
-    assert sorted(table("Weightings")) == [name for name in list_weightings() if ours(_WEIGHTINGS[name])]
+    assert sorted(table("Weightings")) == [name for name in list_weightings() if ours(weighting_entry(name))]
 
 
 def test_the_links_of_the_readme_lead_somewhere():
@@ -155,7 +155,7 @@ def test_the_links_of_the_readme_lead_somewhere():
 def test_papers_are_the_ones_the_code_names():
     """An arXiv id in a docstring of a registered class or function stands in its row, too."""
     entries = {name: sampler_class(name) for name in table("Samplers")}
-    entries |= {f"{name}": _WEIGHTINGS[name] for name in table("Weightings") if name != "uniform"}
+    entries |= {f"{name}": weighting_entry(name) for name in table("Weightings") if name != "uniform"}
     for name, entry in entries.items():
         for paper in re.findall(r"arXiv (\d{4}\.\d{5})", inspect.getdoc(entry).partition("\n")[0]):
             rows = re.findall(rf"^\| `{name}` \|.*$", README, flags=re.MULTILINE)

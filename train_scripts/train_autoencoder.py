@@ -28,6 +28,7 @@ from diffusers.optimization import get_scheduler
 from diffusers.utils import make_image_grid
 from PIL import Image
 
+from diffusers_adaptive_ts.training.arguments import LR_SCHEDULERS
 from diffusers_adaptive_ts.training.autoencoders import LatentSpace, measure_scaling_factor
 from diffusers_adaptive_ts.training.data import ImageData, load_image_data
 from diffusers_adaptive_ts.training.model_configs import check_class, check_size, find_config
@@ -84,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     training.add_argument("--overwrite_output_dir", action="store_true", help="Replace an autoencoder that is there.")
     training.add_argument("--max_train_steps", type=int, default=5_000)
     training.add_argument("--learning_rate", type=float, default=5e-4)
-    training.add_argument("--lr_scheduler", default="cosine", help="A name that diffusers.optimization takes.")
+    training.add_argument("--lr_scheduler", default="cosine", choices=LR_SCHEDULERS)
     training.add_argument("--lr_warmup_steps", type=int, default=100)
     training.add_argument("--max_grad_norm", type=float, default=1.0, help="Gradients are clipped to this norm.")
     training.add_argument("--kl_weight", type=float, help="Weight of the KL divergence (kl; unset: 1e-6).")

@@ -324,8 +324,5 @@ def make_sampler(name: str, scheduler: Any, **options: Any) -> TimestepSampler:
     """
     cls = _SAMPLERS[name]
     _SAMPLERS.check_options(name, options, sampler_options(name))
-    try:
+    with _SAMPLERS.building(name, options):
         return cls(scheduler, **options)
-    except TypeError as error:
-        given = ", ".join(f"{option}={value}" for option, value in options.items())
-        raise ValueError(f"The sampler {name!r} cannot be built with {given}: {error}.") from error

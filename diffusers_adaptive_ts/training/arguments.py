@@ -35,7 +35,7 @@ def positive_float(text: str) -> float:
 
 
 # Those of diffusers but for the one that needs rules, which no option gives.
-_LR_SCHEDULERS = [kind.value for kind in SchedulerType if kind != SchedulerType.PIECEWISE_CONSTANT]
+LR_SCHEDULERS = [kind.value for kind in SchedulerType if kind != SchedulerType.PIECEWISE_CONSTANT]
 _WANTED = {
     int: "a whole number",
     float: "a number",
@@ -78,7 +78,7 @@ def add_optimizer_options(group: Any, *, lr_scheduler: str, adam_beta1: float, a
     """The optimizer's options under the names of both of diffusers' scripts, whose defaults differ."""
     group.add_argument("--gradient_accumulation_steps", type=positive_int, default=1)
     group.add_argument("--learning_rate", type=positive_float, default=1e-4)
-    group.add_argument("--lr_scheduler", default=lr_scheduler, choices=_LR_SCHEDULERS)
+    group.add_argument("--lr_scheduler", default=lr_scheduler, choices=LR_SCHEDULERS)
     group.add_argument("--lr_warmup_steps", type=whole_number, default=500)
     group.add_argument("--adam_beta1", type=float, default=adam_beta1)
     group.add_argument("--adam_beta2", type=float, default=0.999)
@@ -204,7 +204,7 @@ def _read_config(parser: argparse.ArgumentParser, path: str) -> dict[str, Any]:
             except (TypeError, ValueError, argparse.ArgumentTypeError):
                 wanted = _WANTED.get(action.type, action.type.__name__)
                 parser.error(f"--config {path}: {key} must be {wanted}, got {value!r}.")
-        if action.choices is not None and value not in action.choices:
+        if action.choices is not None and value not in (*action.choices, action.default):
             parser.error(
                 f"--config {path}: {key} must be one of {', '.join(map(str, action.choices))}, got {value!r}."
             )

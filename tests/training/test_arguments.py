@@ -96,3 +96,12 @@ def test_schedules_of_the_learning_rate_are_those_that_can_be_built(capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(["--lr_scheduler", "constnt"])
     assert "constant_with_warmup" in capsys.readouterr().err
+
+
+def test_a_null_in_the_file_is_the_default_of_an_option_that_has_none(tmp_path):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mixed_precision", choices=["no", "bf16"])
+    add_run_options(parser)
+    add_sampler_options(parser)
+    (tmp_path / "run.yaml").write_text("mixed_precision: null\n")
+    assert parse(parser, ["--config", str(tmp_path / "run.yaml")]).mixed_precision is None

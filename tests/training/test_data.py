@@ -13,7 +13,7 @@ from PIL import Image as Pictures
 from .conftest import make_picture
 from .tiny_stable_diffusion import COLOURS, write_captioned
 
-REAL = Path("/work/shared/data")
+REAL = Path(__file__).parents[3] / "shared" / "data"
 
 
 def write_parquet(folder: Path, columns: dict[str, list], **more: dict[str, list]) -> Path:
