@@ -206,7 +206,9 @@ function fillNotices() {
 
 function fillSummary() {
   const recent = (key) => lastNumber(smooth(train[key] || [], 0.01 * train.step.length));
-  const speed = recent("steps_per_second"), validation = lastOf(validations) || {}, last = run.max_train_steps;
+  // Steps over seconds of the last log lines: a measured step of the sampler is slow, and falls into one line.
+  const rates = (train.steps_per_second || []).filter((rate) => rate > 0).slice(-20);
+  const speed = rates.length / rates.reduce((seconds, rate) => seconds + 1 / rate, 0), validation = lastOf(validations) || {}, last = run.max_train_steps;
   const validated = (name, value, unit, relative) => isNumber(value) && tile(name, formatNumber(value), unit,
     isNumber(relative) && validations.length > 1
       ? `${relative <= 1 ? "−" : "+"}${percent(Math.abs(relative - 1))} since ${firstValidation}`
