@@ -1,4 +1,4 @@
-"""Publish a finished run: the pipeline, the sampler and what explains them; never checkpoints, caches or logs."""
+"""Publish a finished run: the pipeline, the sampler and what explains them; never checkpoints or caches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def publish(folder: Path, repo_id: str, *, token: str | None = None, message: st
         raise ValueError(
             f"{folder} holds no pipeline (no model_index.json) and no {LORA_NAME}, so there is nothing to publish."
         )
-    parts = [*pipeline_parts(folder), "timestep_sampler"]
+    # A LoRA that was trained on another noise process than its pipeline's brings the scheduler with it.
+    parts = [*(pipeline_parts(folder) or ["scheduler"]), "timestep_sampler"]
     return str(
         HfApi(token=token).upload_folder(
             repo_id=repo_id,

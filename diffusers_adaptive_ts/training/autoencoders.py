@@ -16,6 +16,8 @@ FLAG = "--autoencoder"
 _SUBFOLDERS = ("", "vae", "vqvae")
 # Images of one call of the encoder, however large the batch: validation encodes all its images at once.
 CHUNK = 32
+# Larger ones than this come in fewer at once, or their activations would not fit beside the network that trains.
+_PIXELS_OF_CHUNK = 128**2
 # A stated scaling_factor is believed when it brings the latents' standard deviation into this range.
 _BELIEVABLE = (0.5, 2.0)
 
@@ -95,7 +97,9 @@ class LatentSpace:
     def encode(self, images: torch.Tensor, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and standard deviation `(B, c, h, w)` of the unscaled latents."""
         self.autoencoder.to(device)
-        parts = [self.autoencoder.encode(part.to(device)) for part in images.split(CHUNK)]
+        height, width = images.shape[-2:]
+        chunk = max(1, min(CHUNK, CHUNK * _PIXELS_OF_CHUNK // (height * width)))
+        parts = [self.autoencoder.encode(part.to(device)) for part in images.split(chunk)]
         if self.has_posterior:
             posteriors = [part.latent_dist for part in parts]
             return torch.cat([one.mean for one in posteriors]), torch.cat([one.std for one in posteriors])

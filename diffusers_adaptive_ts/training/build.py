@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 
+from .. import ranks
 from ..evaluation.validation import StableValidation
 from ..hub import ensure_repository
 from ..samplers import TimestepSampler
@@ -82,7 +83,7 @@ def build_run(
         optimizer=optimizer,
         lr_scheduler=lr_scheduler,
         stream=stream,
-        validation=None if args.dry_run else _validation(args, family, sampler),
+        validation=None if args.dry_run else _validation(args, family, sampler, accelerator.device),
         log=_open_log(args, accelerator, folder, fresh=found is None),
         folder=folder,
         seed=seed,
@@ -119,15 +120,18 @@ def _open_log(args: argparse.Namespace, accelerator: Accelerator, folder: Path, 
     return TrainingLog(folder)
 
 
-def _validation(args: argparse.Namespace, family: Family, sampler: TimestepSampler) -> StableValidation | None:
+def _validation(
+    args: argparse.Namespace, family: Family, sampler: TimestepSampler, device: torch.device
+) -> StableValidation | None:
+    """Encoded where that is fast, kept where there is room."""
     rows = family.data.validation
     if not args.validation_steps or rows is None:
         return None
     batch = rows.batch(list(range(len(rows))), None)
     return StableValidation(
         sampler.objective,
-        family.clean_samples(batch, None, torch.device("cpu")),
-        family.conditioning(batch, None, torch.device("cpu")),
+        family.clean_samples(batch, None, device).cpu(),
+        ranks.map_tensors(lambda tensor: tensor.cpu(), family.conditioning(batch, None, device)),
         batch_size=args.train_batch_size,
     )
 

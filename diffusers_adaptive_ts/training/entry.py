@@ -27,6 +27,7 @@ def run_training(
     build.start_logging()
     folder = check_folder(args)
     accelerator = setup.make_accelerator(args)
+    args.mixed_precision = accelerator.mixed_precision  # also where accelerate's own configuration says it
     setup.scale_learning_rate(args, accelerator)
     args.model_channels = image_channels(args)
     if not args.validation_steps:
@@ -34,6 +35,7 @@ def run_training(
     with accelerator.main_process_first():
         data = load_image_data(args)
     family = make_family(args, data)
+    del data  # decoded images may be replaced by cached latents
     run, loss_window = build.build_run(args, accelerator, family, folder)
     if args.dry_run:
         accelerator.print(describe(run))

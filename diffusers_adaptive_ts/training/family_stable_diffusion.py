@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import inspect
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from .autoencoders import LatentSpace, weights_fingerprint
 from .family import deterministic
 from .family_latent import LatentFamily
-from .lora import add_lora, load_lora, save_lora
+from .lora import DEFAULT_TARGETS, add_lora, load_lora, save_lora
 from .stable_diffusion_parts import autoencoder_config, load_network, load_parts
 from .text import TextSpace
 from .text_cache import prepare_captions
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 # Stable Diffusion's own noise process, for networks that are trained from scratch.
 _SCHEDULE = {"num_train_timesteps": 1000, "beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
+_SCHEDULER = "scheduler"
 
 
 class StableDiffusionFamily(LatentFamily):
@@ -41,7 +43,6 @@ class StableDiffusionFamily(LatentFamily):
     def __init__(self, args: argparse.Namespace, data: ImageData) -> None:
         super().__init__(args, data)
         self.from_scratch = args.model_config_name_or_path is not None
-        self._check_options()
         self.parts = load_parts(args)
         self.space = LatentSpace(self.parts.autoencoder, fixed=not self.from_scratch)
         self.space.check_channels(data.channels, data.name)
@@ -55,37 +56,8 @@ class StableDiffusionFamily(LatentFamily):
 
     @classmethod
     def image_channels(cls, args: argparse.Namespace) -> int | None:
+        _check_options(args)
         return autoencoder_config(args).get("in_channels", 3)
-
-    def _check_options(self) -> None:
-        args = self.args
-        if args.lora_rank is None and (args.lora_alpha is not None or args.lora_targets is not None):
-            raise ValueError("--lora_alpha and --lora_targets go with --lora_rank; give it, or leave them out.")
-        if args.lora_rank is not None and self.from_scratch:
-            raise ValueError(
-                "--lora_rank adapts a trained network, and --model_config_name_or_path makes a new one. Leave one out."
-            )
-        if args.lora_rank is not None and args.use_ema:
-            raise ValueError("--use_ema averages whole networks and not LoRA weights. Leave --use_ema out.")
-        if not self.from_scratch and args.pretrained_model_name_or_path is None:
-            raise ValueError(
-                "Give --pretrained_model_name_or_path with a Stable Diffusion pipeline to fine-tune, or "
-                "--model_config_name_or_path with the configuration of a UNet2DConditionModel to train from scratch."
-            )
-        if args.pretrained_model_name_or_path is not None:
-            for flag in ("ddpm_num_steps", "ddpm_beta_schedule"):
-                if getattr(args, flag) is not None:
-                    raise ValueError(
-                        f"--{flag} is for networks without a pipeline: the one of --pretrained_model_name_or_path has "
-                        "a noise process of its own. Leave it out."
-                    )
-        if not self.from_scratch and (args.autoencoder or args.text_encoder):
-            raise ValueError(
-                "--autoencoder and --text_encoder are for networks that are trained from scratch "
-                "(--model_config_name_or_path): a trained one knows only those of its own pipeline."
-            )
-        if not 0 <= args.caption_dropout < 1:
-            raise ValueError(f"--caption_dropout must be at least 0 and below 1, got {args.caption_dropout}.")
 
     def _check_network(self, config: dict[str, Any]) -> None:
         """Refuse what would only fail in the middle of the first step."""
@@ -180,9 +152,11 @@ class StableDiffusionFamily(LatentFamily):
             chosen = [caption if keep else "" for caption, keep in zip(picked, kept, strict=True)]
         return {"encoder_hidden_states": self._embed(chosen, device)}
 
-    def pipeline(self, model: ModelMixin, scheduler: DDPMScheduler) -> StableDiffusionPipeline:
+    def pipeline(self, model: ModelMixin, scheduler: DDPMScheduler, complete: bool = False) -> StableDiffusionPipeline:
+        """For training's own pictures, or `complete` with the safety checker and all else that the source had."""
         parts = self.parts
-        others = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False, **parts.others}
+        others = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+        others |= parts.others if complete else {}
         return StableDiffusionPipeline(
             vae=parts.autoencoder.to(model.device),
             text_encoder=parts.text_encoder.to(model.device),
@@ -195,10 +169,17 @@ class StableDiffusionFamily(LatentFamily):
     def save_pipeline(self, model: ModelMixin, scheduler: DDPMScheduler, folder: str | Path) -> None:
         if self.args.lora_rank is not None:
             save_lora(model, folder)
+            if self._has_own_process(scheduler):
+                _generating(self.parts.scheduler, scheduler).save_pretrained(Path(folder) / _SCHEDULER)
             return
-        pipeline = self.pipeline(model, scheduler)
+        pipeline = self.pipeline(model, scheduler, complete=True)
         with self.parts.in_stored_precision():
             pipeline.save_pretrained(folder, safe_serialization=True)
+
+    def _has_own_process(self, scheduler: DDPMScheduler) -> bool:
+        """Whether a LoRA was trained on another noise process than its pipeline's, which it then needs with it."""
+        own = DDPMScheduler.from_config(self._own_schedule()).config
+        return any(own[key] != scheduler.config[key] for key in ("prediction_type", "rescale_betas_zero_snr"))
 
     def save_model(self, model: ModelMixin, folder: Path) -> None:
         if self.args.lora_rank is not None:
@@ -217,11 +198,10 @@ class StableDiffusionFamily(LatentFamily):
         args = self.args
         if args.lora_rank is None:
             return {"--lora_rank": None}
-        targets = sorted(args.lora_targets) if args.lora_targets else None
         return {
             "--lora_rank": args.lora_rank,
-            "--lora_alpha": args.lora_alpha,
-            "--lora_targets": targets,
+            "--lora_alpha": args.lora_alpha or args.lora_rank,
+            "--lora_targets": sorted(set(args.lora_targets or DEFAULT_TARGETS)),
             "network under the LoRA": self._base_fingerprint,
         }
 
@@ -231,18 +211,59 @@ class StableDiffusionFamily(LatentFamily):
 
     def how_to_generate(self, folder: str | Path) -> str:
         prompt = (self.args.validation_prompts or ["a prompt of yours"])[0]
-        load = f"pipeline = DiffusionPipeline.from_pretrained({str(folder)!r})\n"
+        imports, load = ["DiffusionPipeline"], [f"pipeline = DiffusionPipeline.from_pretrained({str(folder)!r})"]
         if self.args.lora_rank is not None:
-            load = (
-                f"pipeline = DiffusionPipeline.from_pretrained({self.args.pretrained_model_name_or_path!r})\n"
-                f"pipeline.load_lora_weights({str(folder)!r})\n"
-            )
-        return (
-            "from diffusers import DiffusionPipeline\n\n"
-            f"{load}"
-            f"image = pipeline({prompt!r}).images[0]\n"
-            'image.save("image.png")\n'
+            where = {key: getattr(self.args, key) for key in ("revision", "variant")}
+            words = [repr(self.args.pretrained_model_name_or_path)]
+            words += [f"{key}={value!r}" for key, value in where.items() if value is not None]
+            load = [f"pipeline = DiffusionPipeline.from_pretrained({', '.join(words)})"]
+            load += [f"pipeline.load_lora_weights({str(folder)!r})"]
+            config = Path(folder) / _SCHEDULER / "scheduler_config.json"
+            if config.is_file():
+                kind = json.loads(config.read_text(encoding="utf-8"))["_class_name"]
+                imports.append(kind)
+                load += [f"pipeline.scheduler = {kind}.from_pretrained({str(folder)!r}, subfolder={_SCHEDULER!r})"]
+        generate = [f"image = pipeline({prompt!r}).images[0]", 'image.save("image.png")']
+        return "\n".join([f"from diffusers import {', '.join(imports)}", "", *load, *generate, ""])
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """What contradicts itself is known before any data is read."""
+    from_scratch = args.model_config_name_or_path is not None
+    if args.lora_rank is None and (args.lora_alpha is not None or args.lora_targets is not None):
+        raise ValueError("--lora_alpha and --lora_targets go with --lora_rank; give it, or leave them out.")
+    if args.lora_rank is not None and from_scratch:
+        raise ValueError(
+            "--lora_rank adapts a trained network, and --model_config_name_or_path makes a new one. Leave one out."
         )
+    if args.lora_rank is not None and args.use_ema:
+        raise ValueError("--use_ema averages whole networks and not LoRA weights. Leave --use_ema out.")
+    if not from_scratch and args.pretrained_model_name_or_path is None:
+        raise ValueError(
+            "Give --pretrained_model_name_or_path with a Stable Diffusion pipeline to fine-tune, or "
+            "--model_config_name_or_path with the configuration of a UNet2DConditionModel to train from scratch."
+        )
+    unused = ["non_ema_revision"] if from_scratch else []
+    unused += [] if args.pretrained_model_name_or_path is not None else ["revision", "variant"]
+    for flag in unused:
+        if getattr(args, flag) is not None:
+            raise ValueError(
+                f"--{flag} is about the weights of a pipeline, and none of them are used here; leave it out."
+            )
+    if args.pretrained_model_name_or_path is not None:
+        for flag in ("ddpm_num_steps", "ddpm_beta_schedule"):
+            if getattr(args, flag) is not None:
+                raise ValueError(
+                    f"--{flag} is for networks without a pipeline: the one of --pretrained_model_name_or_path has "
+                    "a noise process of its own. Leave it out."
+                )
+    if not from_scratch and (args.autoencoder or args.text_encoder):
+        raise ValueError(
+            "--autoencoder and --text_encoder are for networks that are trained from scratch "
+            "(--model_config_name_or_path): a trained one knows only those of its own pipeline."
+        )
+    if not 0 <= args.caption_dropout < 1:
+        raise ValueError(f"--caption_dropout must be at least 0 and below 1, got {args.caption_dropout}.")
 
 
 def _generating(own: Any | None, scheduler: DDPMScheduler) -> Any:

@@ -94,11 +94,14 @@ def prepare_latents(data: ImageData, space: LatentSpace, args: argparse.Namespac
     identity = space.fingerprint()
     wanted = args.cache_latents is None or args.cache_latents
     if wanted and not args.dry_run:
+        if data.train is None and args.cache_latents:
+            raise ValueError("--cache_latents cannot be had with --streaming: a stream is encoded as it comes.")
         if data.train is None:
             notes.append("latents are not cached: a stream is encoded as it comes")
         else:
             data, note = cache_latents(data, space, identity, args, accelerator)
             notes.append(note)
+            space.autoencoder.to("cpu")  # until there are images to decode
     # A run is only resumed with the same data, and for a latent model these are the scaled latents.
     fingerprint = f"{data.fingerprint}-{identity}-{space.scaling_factor:g}"
     return dataclasses.replace(data, fingerprint=fingerprint, notes=[*data.notes, *filter(None, notes)])

@@ -57,10 +57,10 @@ def train(run: Run, outputs: Outputs, loss_window: torch.Tensor | None = None) -
                 outputs.validate(clock.minutes())
             if run.step % _density_every(run) == 0 or last:
                 outputs.density(clock.minutes())
+            if _epoch_ends(run, args.save_model_epochs) or last:
+                outputs.pipeline()  # before the pictures, which can fail for lack of memory
             if _epoch_ends(run, args.save_images_epochs) or last:
                 outputs.samples(clock.minutes())
-            if _epoch_ends(run, args.save_model_epochs) or last:
-                outputs.pipeline()
             if run.step % args.checkpointing_steps == 0:
                 checkpoint(run, clock.minutes(), window)
     bar.close()

@@ -42,6 +42,8 @@ def clear_folder(folder: Path) -> None:
 def _old_run(folder: Path) -> list[Path]:
     index = folder / "model_index.json"
     parts = pipeline_parts(folder) if index.is_file() else []
+    if (folder / LORA_NAME).is_file():
+        parts.append("scheduler")  # of a LoRA that was trained on a noise process of its own
     named = [folder / name for name in (*_RUN_FILES, *parts, index.name)]
     return [path for path in named if path.exists()] + list_checkpoints(folder)
 
@@ -57,7 +59,8 @@ def pipeline_parts(folder: Path) -> list[str]:
 
 def check_space(folder: Path, model: torch.nn.Module, use_ema: bool) -> None:
     """Two checkpoints stand side by side for a moment: weights, their average and Adam's two moments, each twice."""
-    bytes_of_weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    bytes_of_weights = sum(parameter.numel() * parameter.element_size() for parameter in trained)
     needed = 2 * (3 + use_ema) * bytes_of_weights + bytes_of_weights
     there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
     free = shutil.disk_usage(there).free

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline, StableDiffusionPipeline, UNet2DConditionModel
 from safetensors import safe_open
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer, CLIPTextModel, T5EncoderModel
 
 from .model_configs import check_class, find_config
 
@@ -172,11 +172,14 @@ def _own_autoencoder(source: str, cache_dir: str | None) -> tuple[AutoencoderKL,
 
 def _own_text_encoder(source: str, cache_dir: str | None) -> tuple[Any, torch.nn.Module, torch.dtype]:
     """Tokenizer and encoder in one folder or repository, as transformers saves them, or those of a pipeline."""
-    inside = os.path.isfile(os.path.join(source, "model_index.json"))
-    encoder_in, tokenizer_in = ("text_encoder", "tokenizer") if inside else ("", "")
+    config, encoder_in = find_config(source, ("text_encoder", ""), "--text_encoder", cache_dir)
+    tokenizer_in = "tokenizer" if encoder_in else ""
+    # Of models that are more than an encoder, the encoder; classes come from transformers alone, never from the file.
+    kind = {"clip": CLIPTextModel, "t5": T5EncoderModel}.get(config.get("model_type"), AutoModel)
     try:
-        # dtype is that of the file unless told otherwise; classes come from transformers alone, never from the file.
-        encoder = AutoModel.from_pretrained(source, subfolder=encoder_in, cache_dir=cache_dir, use_safetensors=True)
+        encoder = kind.from_pretrained(
+            source, subfolder=encoder_in, cache_dir=cache_dir, use_safetensors=True, dtype="auto"
+        )
         tokenizer = AutoTokenizer.from_pretrained(source, subfolder=tokenizer_in, cache_dir=cache_dir)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
