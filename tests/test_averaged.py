@@ -4,7 +4,7 @@ import pytest
 import torch
 from diffusers.training_utils import EMAModel
 
-from diffusers_adaptive_ts.training.averaged import averaged_weights
+from diffusers_adaptive_ts.averaged import averaged_weights
 
 
 def make():
