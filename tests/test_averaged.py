@@ -41,3 +41,39 @@ def test_without_an_average_nothing_happens():
     model, _ = make()
     with averaged_weights(model, None):
         pass
+
+
+def test_an_average_in_higher_precision_comes_back_unrounded():
+    model, ema = make()
+    model.bfloat16()
+    average = [p.clone() for p in ema.shadow_params]
+    own = [p.detach().clone() for p in model.parameters()]
+    assert not torch.equal(average[0], average[0].bfloat16().float())
+    with averaged_weights(model, ema):
+        assert all(torch.equal(p, a.bfloat16()) for p, a in zip(model.parameters(), average, strict=True))
+    assert all(torch.equal(s, a) for s, a in zip(ema.shadow_params, average, strict=True))
+    assert all(torch.equal(p, o) for p, o in zip(model.parameters(), own, strict=True))
+
+
+def test_an_average_of_the_trained_parameters_alone():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    frozen = model[0].weight.clone()
+    ema = EMAModel([p for p in model.parameters() if p.requires_grad])
+    average = ema.shadow_params[0].clone()
+    with torch.no_grad():
+        model[1].weight.add_(1)
+    with averaged_weights(model, ema):
+        assert torch.equal(model[1].weight, average)
+        assert torch.equal(model[0].weight, frozen)
+
+
+def test_an_average_of_something_else_is_refused_and_nothing_is_exchanged():
+    model, _ = make()
+    other = EMAModel([torch.nn.Parameter(torch.zeros(3, 3)), torch.nn.Parameter(torch.zeros(4))])
+    own = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match="2 tensors that are not the averages"), averaged_weights(model, other):
+        pass
+    with pytest.raises(ValueError, match="EMAModel, got Linear"):
+        averaged_weights(model, model).__enter__()
+    assert all(torch.equal(p, o) for p, o in zip(model.parameters(), own, strict=True))

@@ -11,11 +11,14 @@ from .. import ranks
 from ..objective import DiffusionObjective
 from .forward import ProbeBatch, noise_like, squared_errors, undisturbed
 
+_EACH, _ALL = "each", "all"
+
 
 class ProbeSet:
     """Gathers its samples from the first batches of training; each has one timestep and one noise for good.
 
-    On several ranks every rank keeps and evaluates its own share, and all see all losses.
+    On several ranks every rank keeps and evaluates its own share, and all see all losses. The samples wait on the
+    CPU, so that they take no memory from the training.
 
     Args:
         objective: of the scheduler trained with.
@@ -25,9 +28,13 @@ class ProbeSet:
 
     def __init__(self, objective: DiffusionObjective, timesteps: torch.Tensor, seed: int = 0) -> None:
         self._objective, self.timesteps, self._seed = objective, timesteps, seed
-        self._batch: ProbeBatch | None = None
-        # Conditioning that is no tensor, such as a flag: the same in every batch, and in no checkpoint.
-        self._constants: dict[str, Any] | None = None
+        # By name: `x0`, the conditioning of `each` sample, and tensors that are the same for `all` of them.
+        self._kept: dict[str, torch.Tensor] = {}
+        # The conditioning with empty tensors: how it is nested, and what is no tensor. In no checkpoint.
+        self._form: dict[str, Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._kept.get("x0", ()))
 
     @property
     def share(self) -> int:
@@ -36,103 +43,92 @@ class ProbeSet:
 
     @property
     def is_full(self) -> bool:
-        return self._batch is not None and len(self._batch) == self.share
+        return len(self) == self.share and self._form is not None
 
     def gather(self, batch: ProbeBatch) -> None:
-        """Keep copies of as many samples of a training batch as are still missing; free when none are."""
-        if self._constants is None:
-            self._constants = _without_tensors(batch.conditioning)
+        """Keep copies of as many finite samples of a training batch as are still missing; free when none are.
+
+        Batches of other shapes, or with other conditioning, than the first are passed over.
+        """
         if self.is_full:
             return
-        missing = self.share - (0 if self._batch is None else len(self._batch))
-        index = torch.arange(min(missing, len(batch)))
-        taken = batch.select(index)
-        taken = ProbeBatch(taken.x0.detach().clone(), _copied(taken.conditioning))
-        self._batch = taken if self._batch is None else _joined(self._batch, taken)
+        given = {"x0": batch.x0}
+        for name, tensor in _leaves(batch.conditioning).items():
+            per_sample = tensor.ndim > 0 and len(tensor) == len(batch)
+            given[f"{_EACH if per_sample else _ALL}{name}"] = tensor
+        if self._kept and _shapes(given) != _shapes(self._kept):
+            return
+        self._form = ranks.map_tensors(lambda tensor: torch.empty(0), batch.conditioning)
+        finite = batch.x0.detach().flatten(1).isfinite().all(1).nonzero().flatten()
+        rows = finite[: self.share - len(self)]
+        for name, tensor in given.items():
+            if name.startswith(_ALL):
+                self._kept.setdefault(name, _copied(tensor))
+                continue
+            taken = _copied(tensor[rows.to(tensor.device)])
+            self._kept[name] = torch.cat([self._kept[name], taken]) if name in self._kept else taken
 
     @property
     def samples(self) -> dict[str, torch.Tensor]:
         """What was gathered, by name, for a checkpoint; empty before the first batch."""
-        if self._batch is None:
-            return {}
-        return {"x0": self._batch.x0, **_flat(self._batch.conditioning)}
+        return dict(self._kept)
 
     def restore(self, samples: dict[str, torch.Tensor]) -> None:
-        """Take back what `samples` gave."""
-        samples = dict(samples)
-        x0 = samples.pop("x0", None)
-        self._batch = None if x0 is None else ProbeBatch(x0, _nested(samples))
+        """Take back what `samples` gave; the next batch must be seen before it can be used."""
+        self._kept, self._form = dict(samples), None
 
     def losses(self, model: torch.nn.Module, chunk_size: int) -> torch.Tensor:
         """`(P,)` float64 squared errors of all probes, the same on all ranks; `ceil(share / chunk)` forwards."""
-        batch, device = self._batch, next(model.parameters()).device
-        conditioning = ranks.map_tensors(lambda tensor: tensor.to(device), batch.conditioning)
-        batch = ProbeBatch(batch.x0.to(device), _merged(conditioning, self._constants or {}))
-        mine = (torch.arange(self.share) + ranks.rank() * self.share).clamp(max=len(self.timesteps) - 1)
+        device = next(model.parameters()).device
+        noise = noise_like(self._kept["x0"], self._seed + ranks.rank())
+        places = (torch.arange(self.share) + ranks.rank() * self.share).clamp(max=len(self.timesteps) - 1)
+        errors = []
         with undisturbed(model, device) as network:
-            errors = squared_errors(
-                network,
-                self._objective,
-                batch,
-                noise_like(batch.x0, self._seed + ranks.rank()),
-                torch.arange(self.share),
-                self.timesteps[mine],
-                chunk_size,
-            )
-        gathered = ranks.gather(errors.to(device, torch.float32) if ranks.world_size() > 1 else errors)
+            for rows in torch.arange(self.share).split(chunk_size):
+                errors.append(
+                    squared_errors(
+                        network,
+                        self._objective,
+                        self._part(rows, device),
+                        noise[rows].to(device),
+                        torch.arange(len(rows)),
+                        self.timesteps[places[rows]],
+                        len(rows),
+                    )
+                )
+        found = torch.cat(errors)
+        gathered = ranks.gather(found.to(device, torch.float32) if ranks.world_size() > 1 else found)
         return gathered.double().cpu()[: len(self.timesteps)]
 
+    def _part(self, rows: torch.Tensor, device: torch.device) -> ProbeBatch:
+        """The probes at `rows` `(n,)`, on the device, their conditioning nested as the model takes it."""
+        part = {name: (kept if name.startswith(_ALL) else kept[rows]).to(device) for name, kept in self._kept.items()}
+        # Both walk through the conditioning in one order.
+        names = iter(_leaves(self._form))
 
-def _without_tensors(conditioning: dict[str, Any]) -> dict[str, Any]:
-    kept = {}
-    for key, value in conditioning.items():
-        if isinstance(value, dict):
-            kept[key] = _without_tensors(value)
-        elif not isinstance(value, torch.Tensor):
-            kept[key] = value
-    return kept
+        def filled(_: torch.Tensor) -> torch.Tensor:
+            name = next(names)
+            return part.get(f"{_EACH}{name}", part.get(f"{_ALL}{name}"))
 
-
-def _merged(tensors: dict[str, Any], constants: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(constants)
-    for key, value in tensors.items():
-        merged[key] = _merged(value, constants.get(key, {})) if isinstance(value, dict) else value
-    return merged
+        return ProbeBatch(part["x0"], ranks.map_tensors(filled, self._form))
 
 
-def _copied(conditioning: dict[str, Any]) -> dict[str, Any]:
-    return ranks.map_tensors(lambda tensor: tensor.detach().clone(), conditioning)
+def _leaves(value: Any, name: str = "") -> dict[str, torch.Tensor]:
+    """Every tensor in a nest of dicts, lists and tuples, by its place."""
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    if isinstance(value, dict):
+        items = value.items()
+    else:
+        items = enumerate(value) if isinstance(value, (list, tuple)) else ()
+    return {place: leaf for key, item in items for place, leaf in _leaves(item, f"{name}.{key}").items()}
 
 
-def _joined(first: ProbeBatch, second: ProbeBatch) -> ProbeBatch:
-    """Both batches' samples; a tensor without a batch dimension is the same in every batch."""
-    sizes = len(first), len(second)
-
-    def join(one: Any, other: Any) -> Any:
-        if isinstance(one, dict):
-            return {key: join(one[key], other[key]) for key in one}
-        per_sample = isinstance(one, torch.Tensor) and one.ndim > 0 and (len(one), len(other)) == sizes
-        return torch.cat([one, other]) if per_sample else one
-
-    return ProbeBatch(torch.cat([first.x0, second.x0]), join(first.conditioning, second.conditioning))
+def _shapes(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What must agree for two batches to be joined."""
+    return {name: name.startswith(_ALL) or (tensor.shape[1:], tensor.dtype) for name, tensor in tensors.items()}
 
 
-def _flat(conditioning: dict[str, Any], before: str = "conditioning") -> dict[str, torch.Tensor]:
-    flat = {}
-    for key, value in conditioning.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{before}.{key}")
-        elif isinstance(value, torch.Tensor):
-            flat[f"{before}.{key}"] = value
-    return flat
-
-
-def _nested(flat: dict[str, torch.Tensor]) -> dict[str, Any]:
-    conditioning: dict[str, Any] = {}
-    for name, tensor in flat.items():
-        *folders, key = name.split(".")[1:]
-        place = conditioning
-        for folder in folders:
-            place = place.setdefault(folder, {})
-        place[key] = tensor
-    return conditioning
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU, laid out as safetensors takes it."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)

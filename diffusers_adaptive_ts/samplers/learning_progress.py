@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from scipy import stats
 
+from .. import ranks
 from ..averaged import averaged_weights
 from ..probes import ProbeBatch, unwrapped
 from ..probes.probe_set import ProbeSet
-from ..weightings import make_weighting
+from ..weightings import list_weightings, make_weighting
 from .base import TimestepSampler, register_sampler
 from .bins import check_share, log_snr_bins, spread_over_timesteps, with_floor
 
@@ -21,6 +22,7 @@ OBJECTIVES = {"quality": "p2", "likelihood": "vlb"}
 # A look may cost this many forwards of the training batch per `update_every` steps; larger looks come less often.
 _MOST_FORWARDS = 3.5
 _PROBE = "probe."
+_GATHERED_BY = f"{_PROBE}gathered_by"
 # In place of a probe's loss before the first look; losses are never below 0.
 _UNSEEN = -1.0
 
@@ -72,7 +74,8 @@ class LearningProgressSampler(TimestepSampler):
         **common: Any,
     ) -> None:
         check_share("learning_progress", floor=floor, window=window)
-        if temperature < 0 or smoothing < 0 or min(num_bins, probes_per_bin) < 2 or update_every < 1:
+        numbers_fit = temperature >= 0 and smoothing >= 0  # NaN does not
+        if not numbers_fit or min(num_bins, probes_per_bin) < 2 or update_every < 1:
             raise ValueError(
                 "learning_progress: temperature and smoothing must be at least 0, num_bins and probes_per_bin at "
                 f"least 2, update_every at least 1; got {temperature}, {smoothing}, {num_bins}, {probes_per_bin} and "
@@ -91,7 +94,7 @@ class LearningProgressSampler(TimestepSampler):
         super().__init__(scheduler, options=options, **common)
         self._bins = log_snr_bins(self.objective, num_bins)
         count = int(self._bins.max()) + 1
-        self._weights = make_weighting(OBJECTIVES.get(objective, objective), self.objective).table()
+        self._weights = self._weights_of(objective)
         self._probes = ProbeSet(self.objective, _probe_timesteps(self._bins, probes_per_bin))
         self._last = torch.full((len(self._probes.timesteps),), _UNSEEN, dtype=torch.float64)
         # Of each bin: running mean of its progress, of that mean's variance, and how much memory is behind them.
@@ -99,7 +102,21 @@ class LearningProgressSampler(TimestepSampler):
         self._variance = torch.zeros(count, dtype=torch.float64)
         self._looks = torch.zeros((), dtype=torch.int64)
         self._current = torch.full((self.num_train_timesteps,), 1 / self.num_train_timesteps, dtype=torch.float64)
-        self._chunk = 0
+        # The largest batch so far: the last one of an epoch may be small.
+        self._batch_size = torch.zeros((), dtype=torch.int64)
+
+    def _weights_of(self, objective: str) -> torch.Tensor:
+        name = OBJECTIVES.get(objective, objective)
+        if name not in list_weightings():
+            accepted = ", ".join([*OBJECTIVES, *list_weightings()])
+            raise ValueError(f"learning_progress: objective must be one of {accepted}; got {objective!r}.")
+        weighting = make_weighting(name, self.objective)
+        if weighting.state_tensors():
+            raise ValueError(
+                f"learning_progress: the weighting {name!r} changes as it learns, so that no progress could be "
+                "measured in it. Give an objective with fixed weights."
+            )
+        return weighting.table()
 
     def density(self) -> torch.Tensor:
         return self._current.clone()
@@ -117,21 +134,32 @@ class LearningProgressSampler(TimestepSampler):
         return self._probes.share / batch_size / (3 * self.steps_between_looks(batch_size))
 
     def _before_step(self, model: torch.nn.Module, x0: torch.Tensor, ema: Any, conditioning: dict[str, Any]) -> None:
-        self._chunk = len(x0)
+        self._batch_size.clamp_(min=len(x0))
         self._probes.gather(ProbeBatch(x0, conditioning))
 
     def _after_step(self, model: torch.nn.Module, ema: Any) -> None:
-        if not self._probes.is_full or int(self.steps) % self.steps_between_looks(self._chunk):
+        if int(self.steps) % self.options["update_every"]:
+            return
+        all_full, all_seen = self._agree()
+        if not all_full or int(self.steps) % self.steps_between_looks(int(self._batch_size)):
             return
         with averaged_weights(unwrapped(model), ema):
-            losses = self._probes.losses(model, self._chunk)
+            losses = self._probes.losses(model, int(self._batch_size))
         if not losses.isfinite().all():
             self._drop_event("a probe loss is NaN or infinite")
             return
         losses = losses * self._weights[self._probes.timesteps]
-        if (self._last != _UNSEEN).all():
+        if all_seen:
             self._learn(self._last - losses)
         self._last.copy_(losses)
+
+    def _agree(self) -> tuple[bool, bool]:
+        """Whether all ranks have their probes, and a look to compare with: batches may differ, looks may not."""
+        seen = bool((self._last != _UNSEEN).all())
+        mine = torch.tensor([[self._probes.is_full, seen, -int(self._batch_size)]], dtype=torch.int64)
+        all_full, all_seen, size = ranks.gather(mine).amin(0).tolist()
+        self._batch_size.fill_(-size)
+        return bool(all_full), bool(all_seen)
 
     def _learn(self, falls: torch.Tensor) -> None:
         """Take in the `(P,)` weighted falls since the last look."""
@@ -167,21 +195,26 @@ class LearningProgressSampler(TimestepSampler):
 
     def _own_state(self) -> dict[str, torch.Tensor]:
         probes = {f"{_PROBE}{name}": tensor for name, tensor in self._probes.samples.items()}
+        if probes:
+            probes[_GATHERED_BY] = _this_rank()
         return {
             "last": self._last,
             "progress": self._progress,
             "variance": self._variance,
             "looks": self._looks,
             "density": self._current,
+            "batch_size": self._batch_size,
             **probes,
         }
 
     def published_state(self) -> dict[str, torch.Tensor]:
         """Without the probes, which are training samples; a sampler that is loaded from it gathers new ones."""
-        state = {name: value for name, value in self.state_dict().items() if not name.startswith(_PROBE)}
-        return state | {"last": torch.full_like(self._last, _UNSEEN)}
+        return _without_probes(self.state_dict())
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        gathered_by = state.get(_GATHERED_BY)
+        if isinstance(gathered_by, torch.Tensor) and not torch.equal(gathered_by, _this_rank()):
+            state = _without_probes(state)  # another rank's share; the rest is the same on all
         before = self._probes.samples
         try:
             super().load_state_dict(state)
@@ -190,8 +223,23 @@ class LearningProgressSampler(TimestepSampler):
             raise
 
     def _prepare_to_load(self, state: dict[str, torch.Tensor]) -> None:
-        given = {name.removeprefix(_PROBE): value for name, value in state.items() if name.startswith(_PROBE)}
-        self._probes.restore({name: value.clone() for name, value in given.items()})
+        given = {name: value for name, value in state.items() if name.startswith(_PROBE) and name != _GATHERED_BY}
+        if not all(isinstance(value, torch.Tensor) for value in given.values()):
+            raise ValueError("This is not a state of a LearningProgressSampler: a probe in it is not a tensor.")
+        self._probes.restore({name.removeprefix(_PROBE): value.clone() for name, value in given.items()})
+
+
+def _this_rank() -> torch.Tensor:
+    return torch.tensor([ranks.rank(), ranks.world_size()])
+
+
+def _without_probes(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    blank = {"last": _UNSEEN, "batch_size": 0}
+    return {
+        name: torch.full_like(value, blank[name]) if name in blank else value
+        for name, value in state.items()
+        if not name.startswith(_PROBE)
+    }
 
 
 def _probe_timesteps(bins: torch.Tensor, per_bin: int) -> torch.Tensor:
