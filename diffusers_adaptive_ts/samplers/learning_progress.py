@@ -164,6 +164,8 @@ class LearningProgressSampler(TimestepSampler):
     def _learn(self, falls: torch.Tensor) -> None:
         """Take in the `(P,)` weighted falls since the last look."""
         mean, variance = _per_bin(falls, self._bins[self._probes.timesteps], len(self._progress))
+        # Probes of one noise level move together with the weights, so how their mean moves between looks counts too.
+        variance = torch.maximum(variance, (mean - self._progress).pow(2))
         keep = 1 - 1 / max(1.0, self.options["window"] * (int(self._looks) + 1))
         self._progress.copy_(keep * self._progress + (1 - keep) * mean)
         self._variance.copy_(keep**2 * self._variance + (1 - keep) ** 2 * variance)
