@@ -275,8 +275,8 @@ def test_a_state_that_is_refused_leaves_the_probes():
 
 def test_a_nan_loss_drops_the_look_and_the_next_one_goes_on():
     sampler, model = per_timestep(objective="uniform"), Levels(make_scheduler(10))
-    step(sampler, model, torch.full((10,), 2.0))
-    step(sampler, model, torch.full((10,), 2.0))
+    for _ in range(3):  # gather, look, learn
+        step(sampler, model, torch.full((10,), 2.0))
     with pytest.warns(UserWarning, match="a probe loss is NaN or infinite; the measurement is dropped"):
         step(sampler, model, torch.full((10,), torch.nan))
     assert sampler.density().tolist() == pytest.approx([0.1] * 10)
