@@ -57,7 +57,7 @@ def save(sampler: TimestepSampler, save_directory: str | os.PathLike) -> None:
     # Both are written before either takes its place.
     with replacing(folder / CONFIG_NAME) as config_path, replacing(folder / WEIGHTS_NAME) as weights_path:
         config_path.write_text(text, encoding="utf-8")
-        save_file(sampler.state_dict(), weights_path, metadata={"format": "pt"})
+        save_file(sampler.published_state(), weights_path, metadata={"format": "pt"})
 
 
 def _plain(value: Any) -> Any:

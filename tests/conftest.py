@@ -22,6 +22,7 @@ QUICK = {
     "adaptive": {"update_every": 1, "estimator_options": {"queue_size": 3}},
     "entropy_rate": {"update_every": 3, "min_count": 1, "num_bins": 5},
     "gradient_variance": {"measure_every": 1, "num_bins": 4, "microbatch_size": 4},
+    "learning_progress": {"update_every": 1, "num_bins": 4, "probes_per_bin": 2},
     "loss_second_moment": {"history_per_timestep": 2},
 }
 

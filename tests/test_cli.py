@@ -107,7 +107,7 @@ def test_a_list_and_several_samplers_are_taken(run):
 
 
 def test_what_learns_is_marked_as_untrained(run):
-    for name in ("adaptive", "entropy_rate", "loss_second_moment", "gradient_variance"):
+    for name in ("adaptive", "entropy_rate", "learning_progress", "loss_second_moment", "gradient_variance"):
         assert "(before training)" in run("show", "--sampler", name)[1]
     assert "(before training)" in run("show", "--sampler", "uniform", "--weighting", "learned_uncertainty")[1]
     assert "(before training)" not in run("show", "--sampler", "speed")[1]

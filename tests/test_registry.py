@@ -25,6 +25,7 @@ PROMISED_SAMPLERS = {
     "speed",
     "timestep_bias",
     "histogram",
+    "learning_progress",
     "loss_second_moment",
     "gradient_variance",
     "entropy_rate",

@@ -3,6 +3,7 @@
 from .adaptive import AdaptiveTimestepSampler
 from .base import TimestepSampler, list_samplers, make_sampler, register_sampler, sampler_class, sampler_options
 from .gradient_variance import GradientVarianceSampler
+from .learning_progress import LearningProgressSampler
 from .loss_aware import EntropyRateSampler, LossSecondMomentSampler
 from .speed import SpeeDSampler
 from .static import (
@@ -27,6 +28,7 @@ __all__ = [
     "GradientVarianceSampler",
     "HistogramSampler",
     "LaplaceSampler",
+    "LearningProgressSampler",
     "LogitNormalSampler",
     "LossSecondMomentSampler",
     "ModeSampler",

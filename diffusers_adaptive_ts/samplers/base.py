@@ -230,6 +230,10 @@ class TimestepSampler:
         state = {key: value.detach().cpu().clone() for key, value in self._state_in_place().items()}
         return {**state, **self.draws.state_tensors()}
 
+    def published_state(self) -> dict[str, torch.Tensor]:
+        """What `save_pretrained` writes: the state, without what should not leave the machine."""
+        return self.state_dict()
+
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Load what `state_dict` gave; on any mismatch nothing is changed."""
         self._prepare_to_load(state)

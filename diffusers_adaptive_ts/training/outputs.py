@@ -15,8 +15,8 @@ from accelerate.logging import get_logger
 from diffusers.utils import make_image_grid
 from PIL import Image, ImageOps
 
+from ..averaged import averaged_weights
 from ..samplers.bins import time_bins
-from .averaged import averaged_weights
 from .log import read_log
 from .report import write_report
 from .run import Run

@@ -14,6 +14,7 @@ OPTIONS = {
     "histogram": ["histogram=1,2,3"],
     "curriculum": ["switch_step=4"],
     "gradient_variance": ["measure_every=1", "num_bins=3"],
+    "learning_progress": ["update_every=1", "num_bins=3", "probes_per_bin=2"],
     "loss_second_moment": ["history_per_timestep=1"],
     "entropy_rate": ["update_every=2", "num_bins=3", "min_count=1"],
     "speed": ["version=v2"],
