@@ -50,6 +50,8 @@ NOTHING = {"pretrained_model_name_or_path": None}
 NEW = {**NOTHING, "model_config_name_or_path": "FOLDER/good.json", "autoencoder": "GIVEN/vae", "text_encoder": "GIVEN"}
 REFUSED = {
     "nothing named": ({**NOTHING, "train_data_dir": None}, "Give --pretrained_model_name_or_path"),
+    "revision of nothing": ({**NEW, "revision": "main"}, "--revision is about the weights of a pipeline"),
+    "cached stream": ({"streaming": True, "cache_latents": True}, "--cache_latents cannot be had with --streaming"),
     "no data": ({"train_data_dir": None}, "give --dataset_name or --train_data_dir"),
     "no captions": ({"train_data_dir": "FOLDER/bare"}, "The columns are: image. None of them holds text"),
     "caption column": ({"caption_column": "txt"}, "Did you mean 'text'? The columns are: image, text."),

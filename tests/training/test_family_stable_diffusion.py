@@ -14,7 +14,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from diffusers import DDIMScheduler, PNDMScheduler, StableDiffusionPipeline
+from diffusers.pipelines.stable_diffusion import StableDiffusionSafetyChecker
 from safetensors.torch import load_file
+from transformers import CLIPConfig, CLIPImageProcessorPil
 
 from diffusers_adaptive_ts.training.data import load_image_data
 from diffusers_adaptive_ts.training.family_stable_diffusion import StableDiffusionFamily
@@ -300,3 +302,57 @@ def test_crops_that_differ_are_not_cached_unless_asked_for(parts, accelerator, t
     family = make(parts, **asked, cache_latents=True)
     with pytest.raises(ValueError, match="Pass --center_crop, or --no-cache_latents"):
         family.prepare_data(family.data, accelerator)
+
+
+class TestSafetyChecker:
+    @pytest.fixture
+    def guarded(self, tmp_path_factory) -> Path:
+        """The parts, with a safety checker in the pipeline as Stable Diffusion 1 has one."""
+        folder = tmp_path_factory.mktemp("guarded")
+        vision = {"image_size": 32, "patch_size": 16}
+        size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = CLIPConfig(text_config=size, vision_config=size | vision, projection_dim=8)
+        torch.manual_seed(3)
+        pipeline = tiny_pipeline()
+        pipeline.register_modules(
+            safety_checker=StableDiffusionSafetyChecker(config),
+            feature_extractor=CLIPImageProcessorPil(size=32, crop_size=32),
+        )
+        pipeline.register_to_config(requires_safety_checker=True)
+        pipeline.save_pretrained(folder / "pipeline")
+        write_captioned(folder / "pictures", count=16)
+        return folder
+
+    def test_it_does_not_look_at_training_s_pictures_and_is_saved_as_it_came(self, guarded, tmp_path):
+        family = make(guarded)
+        model, scheduler = family.build_model(), family.build_scheduler()
+        assert family.pipeline(model, scheduler).safety_checker is None
+        family.save_pipeline(model, scheduler, tmp_path)
+        saved = StableDiffusionPipeline.from_pretrained(tmp_path)
+        before = StableDiffusionPipeline.from_pretrained(guarded / "pipeline").safety_checker.state_dict()
+        after = saved.safety_checker.state_dict()
+        assert saved.config.requires_safety_checker
+        assert saved.feature_extractor is not None
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+class TestLoraProcess:
+    @pytest.mark.parametrize("prediction_type", [None, "v_prediction", "sample"])
+    def test_another_noise_process_goes_with_the_weights(self, parts, tmp_path, monkeypatch, prediction_type):
+        family = make(parts, lora_rank=2, prediction_type=prediction_type)
+        model, scheduler = family.build_model(), family.build_scheduler()
+        family.save_pipeline(model, scheduler, tmp_path / "lora")
+        config = tmp_path / "lora" / "scheduler" / "scheduler_config.json"
+        assert config.is_file() == (prediction_type is not None)
+        monkeypatch.chdir(tmp_path)
+        names: dict[str, Any] = {}
+        code = family.how_to_generate(tmp_path / "lora")
+        exec(code.replace(").images", ", num_inference_steps=2).images"), names)  # of the 50 timesteps there are
+        assert (tmp_path / "image.png").is_file()
+        assert names["pipeline"].scheduler.config.prediction_type == (prediction_type or "epsilon")
+
+    def test_defaults_that_are_written_out_are_the_same_run(self, parts):
+        short = make(parts, lora_rank=4).identity()
+        long = make(parts, lora_rank=4, lora_alpha=4.0, lora_targets=["to_q", "to_k", "to_out.0", "to_v"]).identity()
+        assert short == long

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from accelerate import PartialState
 from accelerate.tracking import TensorBoardTracker, TrackioTracker, WandBTracker
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -40,3 +41,20 @@ def test_wandb_and_trackio_get_images_of_their_own(monkeypatch, cls):
     assert (kind, step) == ("image", 7)
     assert pixels.dtype == np.uint8
     np.testing.assert_array_equal(pixels, PIXELS)
+
+
+def test_a_tracker_without_pictures_or_in_trouble_does_not_stop_the_run(caplog):
+    class Broken:
+        name = "wandb"
+
+        def log_images(self, values, step):
+            raise ConnectionError("gone")
+
+    logged = []
+    comet = SimpleNamespace(log_image=lambda pixels, name, step: logged.append((pixels.shape, name, step)))
+    trackers = [SimpleNamespace(name="mlflow"), Broken(), SimpleNamespace(name="comet_ml", tracker=comet)]
+    PartialState()
+    with caplog.at_level("WARNING"):
+        track_picture(SimpleNamespace(trackers=trackers), "samples", Image.fromarray(PIXELS), step=7)
+    assert "samples was not shown in wandb: ConnectionError: gone" in caplog.text
+    assert logged == [((6, 9, 3), "samples", 7)]
