@@ -27,8 +27,8 @@ def read(name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.is_file() else None
 
 
-def told(ratio: dict[str, Any]) -> str:
-    return f"{ratio['median']:.2f} ({ratio['lowest']:.2f} to {ratio['highest']:.2f})"
+def told(ratio: dict[str, Any], digits: int = 2) -> str:
+    return f"{ratio['median']:.{digits}f} ({ratio['lowest']:.{digits}f} to {ratio['highest']:.{digits}f})"
 
 
 def speed_rows() -> list[str]:
@@ -42,6 +42,15 @@ def speed_rows() -> list[str]:
         result = read(f"training_speed-{name}")
         if result is not None:
             rows.append(f"| {what} | {told(result['ratio'])} | `training_speed-{name}.json` |")
+    overhead = read("overhead") or {"cells": {}}
+    rows += [
+        f"| step time of `{sampler}` over `uniform`, {cell}, T = 1000; "
+        f"{told_of['forward_equivalents_per_40_steps']:.1f} forwards per 40 steps | {told(told_of['ratio'], 3)} "
+        "| `overhead.json` |"
+        for cell, samplers in overhead["cells"].items()
+        for sampler, told_of in samplers.items()
+        if sampler != "uniform"
+    ]
     return rows + [
         f"| text to image over diffusers' script, latents {result['sizes']['latents']}x{result['sizes']['latents']}, "
         f"{side.removeprefix('ours, ')} | {told(ratio)} | `{name}.json` |"
